@@ -1,10 +1,10 @@
 """Background threads: pools that run jobs in order, a thread that asks many questions before it
 waits for answers, and alarms that wake a waiting thread.
 
-All of objkv's background queues share three guarantees: an exception in a job never ends a thread,
-a waiting thread keeps no finished job alive, and closing gives back the jobs that no thread has
-started. The owner defines the jobs and limits their number and age. The threads are daemons, so a
-process can exit while a file system hangs. ``ThreadPoolExecutor`` would wait forever.
+An exception in a job never ends a thread, a waiting thread keeps no finished job alive, and closing
+gives back the jobs that no thread has started. The owner limits the number and age of jobs. The
+threads are daemons, so a process can exit while a file system hangs: ``ThreadPoolExecutor`` would
+wait forever.
 """
 
 import ctypes
@@ -33,8 +33,7 @@ T = TypeVar("T")
 
 
 class Line(Protocol):
-    """A way to another process, which answers questions in order. Its methods never wait, and raise
-    what has become of the line if it is lost."""
+    """Answers questions in order. Its methods never wait, and raise if it is lost."""
 
     def fileno(self) -> int:
         """Return the descriptor that is readable when an answer has arrived."""
@@ -61,21 +60,19 @@ class Question(NamedTuple):
 
 
 Steps = Generator[Question | None, bytes, T]
-"""Work in steps. It yields a question, to go on with its answer, or None to let others go first. If
-the line is lost, the question raises the reason, or ``TimeoutError``."""
+"""Work in steps. It yields a question, which gives its answer or raises, or None to let others
+go."""
 
 
 def in_steps(outcome: T | Steps[T]) -> Steps[T]:
-    """Return the outcome of a call that may be done in steps, as by an agent, or was done at once,
-    as by a store in this process."""
+    """Return the outcome of a call that is done in steps, as by an agent, or was done at once."""
     if isinstance(outcome, Generator):
         return (yield from cast("Steps[T]", outcome))
     return outcome
 
 
 class Pool(Generic[Job]):
-    """Safe from many threads. Only ``drain`` and ``close`` block. No method runs a callback while
-    it holds the pool's lock, so callers may hold their own locks."""
+    """Thread-safe. Only ``drain`` and ``close`` block. No callback runs under its lock."""
 
     def __init__(
         self,
@@ -86,12 +83,8 @@ class Pool(Generic[Job]):
         failed: Callable[[Job, Exception], None] | None = None,
         begin: Callable[[], None] | None = None,
     ) -> None:
-        """
-        Args:
-            name: name of the threads, followed by a number.
-            run: runs one job on a thread of the pool.
-            failed: receives exceptions of ``run``; by default they are logged as errors.
-            begin: called by each thread before its first job. If it fails, jobs run all the same.
+        """``failed``: receives exceptions of ``run``; by default they are logged as errors.
+        ``begin``: called by each thread before its first job. If it fails, jobs run all the same.
         """
         self._name, self._run, self._failed, self._begin = name, run, failed, begin
         self._lock = Lock()
@@ -143,19 +136,15 @@ class Pool(Generic[Job]):
         return True
 
     def drain(self, seconds: float) -> bool:
-        """Wait at most ``seconds`` until no job is waiting or running; return whether that
-        happened."""
+        """Wait at most ``seconds`` until no job is waiting or running; return whether none is."""
         with self._lock:
             return self._ended.wait_for(lambda: not self._jobs and not self._begun, seconds)
 
     def close(
-        self,
-        join_s: float = JOIN_S,
-        *,
-        give_up: Callable[[Sequence[Job]], object] = lambda _: None,
+        self, join_s: float = JOIN_S, *, give_up: Callable[[Sequence[Job]], object] = lambda _: None
     ) -> list[str]:
-        """Refuse new jobs, pass jobs that have not started to ``give_up``, and wait for the running
-        ones, at most ``join_s``. Return the names of threads that are still busy; they end with
+        """Refuse new jobs, pass those that have not started to ``give_up``, and wait at most
+        ``join_s`` for the others. Return the names of threads that are still busy; they end with
         their job. Idempotent."""
         with self._lock:
             self._closed = True
@@ -226,11 +215,9 @@ class _Traffic:
 
 
 class StepThread:
-    """One thread for much work that mostly waits for answers. Thread-safe.
-
-    It sends the questions of all its work before it waits, and goes on with whichever is answered.
-    No exception ends it: those of work go to its future.
-    """
+    """One thread for much work that mostly waits for answers. It sends the questions of all its
+    work before it waits, and goes on with whichever is answered. No exception ends it: those of
+    work go to its future. Thread-safe."""
 
     def __init__(
         self,
@@ -240,14 +227,9 @@ class StepThread:
         queue_max: float = inf,
         failed: Callable[[Exception], object] = lambda _: None,
     ) -> None:
-        """
-        Args:
-            answer_s: a line without an answer for this time is lost.
-            queue_max: most work that may wait or have begun.
-            failed: receives what the work of ``run`` raises.
-
-        Raises ``OSError`` if the process is out of descriptors.
-        """
+        """``answer_s``: a line without an answer for this time is lost. ``queue_max``: most work
+        that may wait or have begun. ``failed``: receives what the work of ``run`` raises. Raises
+        ``OSError`` if the process is out of descriptors."""
         self._name, self._answer_s, self._queue_max = name, answer_s, queue_max
         self._failed = failed
         self._lock, self._alarm, self._ended = Lock(), Alarm(), Event()
@@ -268,9 +250,8 @@ class StepThread:
         return self._unfinished
 
     def start(self, work: Steps[Any]) -> Future[Any] | None:
-        """Have work done, none of it by the caller. ``cancel`` ends it until it begins. Returns
-        None if it is refused: the queue is full, the system is out of threads, or after
-        ``close``."""
+        """Have work done on the thread. ``cancel`` ends it until it begins. Returns None if it is
+        refused: the queue is full, the system is out of threads, or after ``close``."""
         task = _Task(work)
         with self._lock:
             if self._unfinished >= self._queue_max or self._end_at is not None:
@@ -289,8 +270,8 @@ class StepThread:
             self._note_end()
 
     def run(self, job: Callable[[], Steps[None] | None]) -> bool:
-        """Have a job done without waiting for it. Returns False if it is refused, as by ``start``.
-        What takes long is done in steps, because all other work waits meanwhile."""
+        """Have a job done, in steps if it takes long. Returns False if it is refused, as by
+        ``start``."""
 
         def work() -> Steps[None]:
             try:
@@ -302,14 +283,12 @@ class StepThread:
         return self.start(work()) is not None
 
     def wait(self, seconds: float) -> None:
-        """Block until work ends, for at most ``seconds``. Returns at once if some has ended since
-        the last call. For one thread, without other work."""
+        """Wait at most ``seconds`` until work ends, or has since the last call. For one thread."""
         self._ended.wait(seconds)
         self._ended.clear()
 
     def close(self, seconds: float) -> None:
-        """Cancel what has not begun, and wait for the rest, at most ``seconds``; then its questions
-        fail. Idempotent."""
+        """Cancel what has not begun. Questions of the rest fail after ``seconds``. Idempotent."""
         with self._lock:
             if self._end_at is None:
                 self._end_at = monotonic() + seconds
@@ -358,7 +337,6 @@ class StepThread:
         self._alarm.close()
 
     def _work(self) -> None:
-        """Begin new work, and go on with what was answered."""
         for _ in range(len(self._ready)):
             task, answer = self._ready.popleft()
             self._go_on(task, answer)
@@ -482,8 +460,8 @@ class Alarm:
         return self._fd
 
     def set(self) -> None:
-        """Wake who waits for it, now or next. Never waits, never raises. The calling thread keeps
-        the GIL: the woken one would otherwise take it, and return it milliseconds later."""
+        """Wake who waits for it, now or next. Never waits, never raises. Keeps the GIL: the woken
+        thread would take it, and return it milliseconds later."""
         with self._lock:  # a closed number may name another file
             if self._fd >= 0:
                 _HOLDING_GIL.eventfd_write(self._fd, ctypes.c_uint64(1))  # fails after 2^64 times
@@ -502,10 +480,8 @@ class Alarm:
 
 
 def wait_for(alarms: Sequence[Alarm], seconds: float, *, until_hangup: int = -1) -> bool:
-    """Wait until an alarm rings, for at most ``seconds``. Those that have rung are calmed.
-
-    Returns False if the other side of the socket ``until_hangup`` has gone, which ends the wait.
-    """
+    """Wait at most ``seconds`` until an alarm rings. Those that have rung are cleared. Returns
+    False if the other side of the socket ``until_hangup`` has gone, which ends the wait."""
     poll = select.poll()
     for alarm in alarms:
         poll.register(alarm.fileno(), select.POLLIN)

@@ -32,15 +32,14 @@ from objkv.stores.base import WriteStore
 _IDENTITY = re.compile(r"[0-9a-f]{32}/identity\.json")
 _NAMESPACE = re.compile(r"[0-9a-f]{32}")
 _LOOKUPS_MAX: Final = 64
-"""Lookups that may wait for the index at once. Each holds a client's thread, and a file system that
-hangs would hold all of them, those of clients that have long gone included."""
+"""Lookups that may wait for the index at once. Each holds a client's thread, and an index that
+hangs would hold all of them, also of clients that have long gone."""
 _MISSING_S: Final = 0.5
 """For how long it is remembered that a chunk is missing. Saves of this node end that at once."""
 
 
 class NodeLookups:
-    """Answers ``find`` from ``index`` and the unsaved payloads of this node, and keeps blocks of
-    answers on a board that replicas read. Thread-safe."""
+    """Answers ``find`` from index and held-back payloads, and keeps it on a board. Thread-safe."""
 
     def __init__(
         self,
@@ -111,7 +110,7 @@ class NodeLookups:
 
 
 class NodeCalls:
-    """The agent's side: runs calls on its index and bulk store. Thread-safe."""
+    """Runs calls of replicas on the agent's index and bulk store. Thread-safe."""
 
     def __init__(
         self,
@@ -122,8 +121,8 @@ class NodeCalls:
         *,
         ttl_s: int,
     ) -> None:
-        """``ttl_s``: life of records that clients touch. Theirs does not count: those that were
-        given only the socket do not know that of the store."""
+        """``ttl_s``: of records that clients touch, who may have only the socket, and not know
+        it."""
         self._index, self._bulk, self._prefetches = index, bulk, prefetches
         self._policy, self._ttl_s = policy, ttl_s
 

@@ -1,8 +1,8 @@
 """Payloads in the arena: their states, their readers, and their eviction.
 
-A payload is filled by one fetch, however many readers want it. In the arena it is always an
-uncompressed, unsealed payload of format 2 whose frames are verified. Memory under a lease is never
-moved, evicted or reused, and a lease ends only by a release or with its holder's connection.
+A payload is filled by one fetch, however many readers want it. In the arena it is always
+uncompressed and unsealed, of format 2, and its frames are verified. Memory under a lease is never
+evicted or reused, and a lease ends only by a release or with its holder's connection.
 """
 
 from collections import deque
@@ -32,8 +32,6 @@ _SHARE = 4
 """Divisor: a payload takes at most this fraction of the arena."""
 _AHEAD_SHARE = 4
 """Divisor: prefetched payloads that nothing has read take at most this fraction of the arena."""
-
-
 Origin = tuple[bytes, int, int]
 """What a payload's claim has besides its key: the parent's hash, start and end of its tokens."""
 NO_ORIGIN: Final[Origin] = (b"", 0, 0)
@@ -93,11 +91,15 @@ class ArenaCache:
         """Those that no store has yet."""
         self._extents = Extents(BOARD_BYTES, arena.nbytes)
         self._pages = PagesAhead(arena)
-        self._ranking = Ranking(self._extents.total_bytes)
+        self.total_bytes = self._extents.total_bytes
+        self.payload_bytes_max = self.total_bytes // _SHARE
+        """Largest payload that gets memory. A larger one would evict most others."""
+        self.ahead_bytes_max = self.total_bytes // _AHEAD_SHARE
+        """Most bytes of prefetched payloads that are under way or were not read yet."""
+        self._ranking = Ranking(self.total_bytes)
         self._unread: dict[CachedPayload, None] = {}
         """Payloads that were prefetched and not read yet, oldest first."""
         self.unread_bytes = 0
-        """Bytes of those."""
         self._lock = Lock()
         self._by_key: dict[str, CachedPayload] = {}
         self._at: dict[int, CachedPayload] = {}
@@ -110,31 +112,15 @@ class ArenaCache:
         self._closed = False
 
     @property
-    def total_bytes(self) -> int:
-        """Room for payloads."""
-        return self._extents.total_bytes
-
-    @property
     def free_bytes(self) -> int:
         """Room that nothing uses."""
         return self._extents.free_bytes
-
-    @property
-    def payload_bytes_max(self) -> int:
-        """Largest payload that gets memory. A larger one would evict most others."""
-        return self.total_bytes // _SHARE
-
-    @property
-    def ahead_bytes_max(self) -> int:
-        """Most bytes of prefetched payloads that are under way or were not read yet."""
-        return self.total_bytes // _AHEAD_SHARE
 
     def __len__(self) -> int:
         return len(self._by_key)
 
     def peek(self, keys: Iterable[str]) -> list[CachedPayload | None]:
-        """Return the payloads that are resident or being filled. They are not leased: any of them
-        may change at any moment."""
+        """Return the payloads that are resident or being filled. None is leased: any may change."""
         return [self._by_key.get(key) for key in keys]
 
     def contains_ready(self, keys: Iterable[str]) -> list[bool]:
@@ -143,7 +129,7 @@ class ArenaCache:
         return [(one := get(key)) is not None and one.state is CellState.READY for key in keys]
 
     def open(
-        self, key: str, origin: Origin, waiter: Waiter | None, *, ahead: bool = False
+        self, key: str, origin: Origin, waiter: Waiter, *, ahead: bool = False
     ) -> tuple[CachedPayload, bool] | MissReason:
         """Take a lease of a payload. ``ahead``: for a prefetch, which does not count as a read.
 
@@ -165,9 +151,8 @@ class ArenaCache:
                 if one.state is CellState.READY and not ahead:
                     if not is_first:
                         self._ranking.use(key)
-                    if waiter is not None:
-                        self.held_back.seen_again(key)
-                elif waiter is not None and one.state is CellState.FILLING:
+                    self.held_back.seen_again(key)
+                elif one.state is CellState.FILLING:
                     one.waiters.add(waiter)
                 return one, False
             if not self._cells:
@@ -177,29 +162,24 @@ class ArenaCache:
             )
             self._by_key[key] = one
             self._all.add(one)
-            if waiter is not None:
-                one.waiters.add(waiter)
+            one.waiters.add(waiter)
             self._arena.board.write(one.cell, Progress(CellState.FILLING, 0, 0, 0, 0))
             return one, True
 
     def reserve(self, key: str, nbytes: int) -> CachedPayload | None:
         """Return a leased payload with memory that the caller fills, evicting others if need be.
         No reader finds it before ``adopt``. None as in ``allocate``."""
+        one = CachedPayload(key, -1, leases=1, is_listed=False)
         with self._lock:
-            offset = self._allocate_extent(nbytes, is_sure=True)
-            if offset is not None:
-                one = CachedPayload(key, -1, leases=1, offset=offset, nbytes=nbytes)
-                one.extent_bytes, one.is_listed = self._extents.size(offset), False
-                self._at[offset] = one
+            if self._take_memory(one, nbytes, is_sure=True):
                 self._all.add(one)
                 return one
         self._recorder.count("agent_no_room")
         return None
 
     def adopt(self, one: CachedPayload, origin: Origin, layout: int) -> tuple[CachedPayload, bool]:
-        """Let others find a reserved payload, which is complete and verified, its header included.
-        Returns it, or one that came there meanwhile instead, with the caller's lease, and whether
-        it is the reserved one."""
+        """Let others find a reserved, complete and verified payload. Returns it, or one that came
+        there meanwhile instead, with the caller's lease, and whether it is the reserved one."""
         with self._lock:
             known = self._by_key.get(one.key)
             if known is not None:
@@ -214,8 +194,7 @@ class ArenaCache:
             return one, True
 
     def lease_ready(self, key: str) -> CachedPayload | None:
-        """Take a lease of a payload that is complete, which does not count as a read. None if there
-        is none."""
+        """Take a lease of a payload if it is complete. It does not count as a read."""
         with self._lock:
             one = self._by_key.get(key)
             if one is None or one.state is not CellState.READY:
@@ -226,8 +205,7 @@ class ArenaCache:
     def add_held_back(
         self, one: CachedPayload, claim: Claim, record: ShardRecord, *, is_due: bool
     ) -> None:
-        """Let lookups find a complete, leased payload that no store has. ``is_due``: False to leave
-        it without a save until it is seen again."""
+        """Let lookups find a complete, leased payload. ``is_due``: False to hold it back."""
         with self._lock:
             if one.is_listed:
                 self.held_back.add(claim, record, is_due=is_due)
@@ -259,40 +237,33 @@ class ArenaCache:
         """Give a payload that is being filled its memory, evicting others if need be. None if the
         arena is full of leased payloads, or closed, or the payload is too large.
 
-        Args:
-            spare: further bytes of memory that are not the payload's.
-            is_sure: False if the payload may not exist: None, too, if others would be lost for it
-                that only this node has.
+        ``spare``: further bytes of memory that are not the payload's. ``is_sure``: False if the
+        payload may not exist: None, too, if others would be lost for it that only this node has.
         """
         assert one.offset < 0
         with self._lock:
-            offset = self._allocate_extent(nbytes + spare, is_sure=is_sure)
-            if offset is not None:
-                one.offset, one.nbytes = offset, nbytes
-                one.extent_bytes = self._extents.size(offset)
-                self._at[offset] = one
-                return self._arena.view[offset : offset + nbytes + spare]
+            if self._take_memory(one, nbytes + spare, is_sure=is_sure):
+                one.nbytes = nbytes
+                return self._arena.view[one.offset : one.offset + nbytes + spare]
         if is_sure:
             self._recorder.count("agent_no_room")
         return None
 
-    def _allocate_extent(self, nbytes: int, *, is_sure: bool) -> int | None:
+    def _take_memory(self, one: CachedPayload, nbytes: int, *, is_sure: bool) -> bool:
         if self._closed or nbytes > self.payload_bytes_max:
-            return None
-        offset = self._extents.allocate(nbytes)
-        if offset is None:
-            return self._make_room(nbytes, is_sure=is_sure)
-        self._pages.used(offset + nbytes)
-        return offset
+            return False
+        if (offset := self._extents.allocate(nbytes)) is not None:
+            self._pages.used(offset + nbytes)
+        elif (offset := self._make_room(nbytes, is_sure=is_sure)) is None:
+            return False
+        one.offset, one.nbytes, one.extent_bytes = offset, nbytes, self._extents.size(offset)
+        self._at[offset] = one
+        return True
 
     def deallocate(self, one: CachedPayload) -> None:
-        """Take back the memory of a payload that is being filled. No frame of it was reported, so
-        no reader knows its place."""
+        """Take back the memory of a payload that is being filled, whose place no reader knows."""
         with self._lock:
-            if one.offset >= 0:
-                del self._at[one.offset]
-                self._extents.free(one.offset)
-                one.offset, one.nbytes, one.extent_bytes = -1, 0, 0
+            self._give_back(one)
 
     def advance(self, one: CachedPayload, layers: int) -> None:
         """Report that the header and this many leading frames are verified."""
@@ -317,8 +288,7 @@ class ArenaCache:
         self._report(one, CellState.FAILED, layers)
 
     def forget(self, key: str) -> None:
-        """Make a payload unavailable to new readers, also if it is being filled. Present ones keep
-        it."""
+        """Make a payload unavailable to new readers, also if it is being filled."""
         with self._lock:
             one = self._by_key.get(key)
             if one is not None:
@@ -333,8 +303,7 @@ class ArenaCache:
                 self.held_back.dropped(key)
 
     def close(self) -> None:
-        """Allot no memory from now on. The agent ends connections after this: their clients may
-        still read memory whose leases have ended."""
+        """Allot no memory from now on: connections may outlast their leases, and still read it."""
         with self._lock:
             self._closed = True
         self._pages.close()
@@ -350,8 +319,7 @@ class ArenaCache:
             return sum(one.nbytes for one in self._all if one.leases)
 
     def _report(self, one: CachedPayload, state: CellState, layers: int) -> None:
-        """Write the progress of a fill, which ends with its lease unless it is FILLING, and wake
-        those that wait for it."""
+        """Write a fill's progress, wake its waiters, end its lease unless it is FILLING."""
         offset = max(0, one.offset)
         progress = Progress(state, layers, offset, one.nbytes, one.reason, one.layout)
         self._arena.board.write(one.cell, progress)
@@ -381,8 +349,7 @@ class ArenaCache:
                 self._free(one)
 
     def _make_room(self, nbytes: int, *, is_sure: bool) -> int | None:
-        """Evict until there is a gap of ``nbytes``, in the ranking's order at first. If the gaps
-        that this makes do not add up, evict the cheapest row of neighbours."""
+        """Evict by the ranking until there is a gap, else the cheapest row of neighbours."""
         if nbytes > self._extents.free_bytes + self._idle_bytes:
             return None
         evicted = 0
@@ -400,7 +367,7 @@ class ArenaCache:
         if not is_sure and len(self.held_back):
             return None
         movable = {
-            offset: one.nbytes
+            offset
             for offset, one in self._at.items()
             if not one.leases and one.state is CellState.READY
         }
@@ -446,9 +413,13 @@ class ArenaCache:
             self.unread_bytes -= one.nbytes
 
     def _free(self, one: CachedPayload) -> None:
-        if one.offset >= 0:
-            del self._at[one.offset]
-            self._extents.free(one.offset)
+        self._give_back(one)
         self._all.remove(one)
         if one.cell >= 0:
             self._cells.append(one.cell)
+
+    def _give_back(self, one: CachedPayload) -> None:
+        if one.offset >= 0:
+            del self._at[one.offset]
+            self._extents.free(one.offset)
+            one.offset, one.nbytes, one.extent_bytes = -1, 0, 0

@@ -1,8 +1,8 @@
 """A replica's side of the agent's socket: leases of payloads in the arena, lookups, and calls.
 
-Everything of a connection that fails raises ``TransferError`` and leaves it unusable. None of its
-calls waits longer than its time-out. A connection that failed still holds its leases until
-``close``: whatever reads the arena must have finished by then, because the agent reuses the memory.
+A fault raises ``TransferError`` and leaves the connection unusable. No call waits longer than its
+time-out. A connection that failed still holds its leases until ``close``: whatever reads the arena
+must have finished by then, because the agent reuses the memory.
 
 Lookups have a message of their own, and a board of answers that all replicas read. All other calls
 on the index and the documents are rare, and are JSON: a verb and its arguments, with hashes as hex
@@ -20,7 +20,6 @@ import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from threading import Event, Lock
@@ -48,7 +47,7 @@ from objkv.agent.messages import (
     Hello,
     MessageKind,
     MissReason,
-    Opened,
+    OpenAnswer,
     OpenRequest,
     PrefetchOrder,
     ProtocolError,
@@ -84,10 +83,8 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 FoundBlock = tuple[ShardRecords | None, ...]
-"""The records of a block of chunks."""
 CALL_S = 2.0
-"""How long an answer may take. The agent answers within microseconds, unless it is stopped or the
-machine is very busy."""
+"""How long an answer may take, which takes microseconds unless the machine is very busy."""
 KNOWN_MAX = 256
 """Decoded blocks that a client remembers: about 3 MB."""
 _REACH_S, REACH_MAX_S = 0.1, 5.0
@@ -111,8 +108,7 @@ class Connect(Protocol):
     """Connects to the agent: ``AgentLink.connect``."""
 
     def __call__(self, *, wants_arena: bool = False, outbox: int = -1) -> "AgentConnection":
-        """Return a new connection. Raises ``ObjkvError``. For the arguments see
-        ``AgentConnection``."""
+        """Return a new connection, see there. Raises ``ObjkvError``."""
 
 
 class ArenaLease(NamedTuple):
@@ -122,19 +118,15 @@ class ArenaLease(NamedTuple):
     """0 if there is no lease: the payload is a miss."""
     cell: int
     progress: Progress
-    """The state when it was opened."""
 
 
-def leases_of(opened: Opened, board: ProgressBoard) -> list[ArenaLease]:
-    """Return what was opened as objects, with the progress so far."""
-    leases = []
-    for state, reason, layout, lease, cell, offset, nbytes in zip(*opened, strict=True):
-        frames = ALL_FRAMES if state == CellState.READY else 0
-        progress = Progress(CellState(state), frames, offset, nbytes, reason, layout)
-        if state == CellState.FILLING:
-            progress = board.read(cell)
-        leases.append(ArenaLease(lease, cell, progress))
-    return leases
+def lease_of(one: OpenAnswer, board: ProgressBoard) -> ArenaLease:
+    """Return what was opened, with the progress so far."""
+    if one.state == CellState.FILLING:
+        return ArenaLease(one.lease, one.cell, board.read(one.cell))
+    frames = ALL_FRAMES if one.state == CellState.READY else 0
+    place = one.offset, one.nbytes, one.reason, one.layout
+    return ArenaLease(one.lease, one.cell, Progress(CellState(one.state), frames, *place))
 
 
 class AgentConnection:
@@ -207,20 +199,19 @@ class AgentConnection:
         return not self._is_lost
 
     def has_ended(self) -> bool:
-        """Whether the connection has failed, or the agent has ended it, as one that is replaced
-        does. Costs a system call."""
+        """Whether it has failed, or the agent has ended it. Costs a system call."""
         if not self._is_lost:
             poll = select.poll()
             poll.register(self._sock, select.POLLRDHUP)
             self._is_lost = bool(poll.poll(0))
         return self._is_lost
 
-    def open(self, wanted: Claims, *, deadline_s: float, urgency: Urgency) -> Opened:
-        """Open payloads for reading, in order: from 1 to ``OPEN_MAX``. Each lease must be
-        released."""
+    def open(self, wanted: Claims, *, deadline_s: float, urgency: Urgency) -> list[ArenaLease]:
+        """Open 1 to ``OPEN_MAX`` payloads, in order. Each lease must be released."""
         deadline_ms = int(min(max(1.0, 1000 * deadline_s), DEADLINE_MS_MAX))
         answer = self._call(pack_open_request(OpenRequest(urgency, deadline_ms, wanted)))
-        return self._read(partial(unpack_opened, answer, len(wanted)))
+        opened = self._read(unpack_opened, answer, len(wanted))
+        return [lease_of(one, self.arena.board) for one in opened]
 
     def release(self, leases: Sequence[int]) -> None:
         """End leases, at most ``RELEASE_MAX``. The memory may change from now on."""
@@ -228,15 +219,14 @@ class AgentConnection:
             self._send(pack_release(leases))
 
     def reject(self, claim: Claim) -> None:
-        """Report that a resident payload is not what its key promises a reader. Its record is
-        forgotten, and this copy is not served any more."""
+        """Report that a payload is not what its key promises. It is not served or found any
+        more."""
         self._send(pack_rejection(claim))
 
     def commit(self, commits: Sequence[Commit]) -> list[CommitStatus]:
-        """Hand over payloads in the outbox, or parts of some, at most ``COMMITS_MAX``. Their memory
-        may be reused when this returns."""
+        """Hand over at most ``COMMITS_MAX`` payloads, or parts. The outbox may change then."""
         answer = self._call(pack_commits(commits))
-        return self._read(partial(unpack_committed, answer, len(commits)))
+        return self._read(unpack_committed, answer, len(commits))
 
     def drop(self, drop: Drop) -> None:
         """Report that this rank will not hand over its part of a payload."""
@@ -246,8 +236,7 @@ class AgentConnection:
         self, namespace: str, hashes: Sequence[bytes], fields: tuple[str, ...]
     ) -> Steps[list[ShardRecords | None]]:
         """Look up chunks, see ``ReadIndex.find``: in the answers first, and in steps what they
-        lack. Raises ``StoreUnavailable`` if the agent has no answer, also because its index has
-        none."""
+        lack. Raises ``StoreUnavailable`` if the agent, or its index, has no answer."""
         if len(fields) > FIELDS_MAX:
             raise StoreUnavailable(f"a lookup of {len(fields)} fields, allowed are {FIELDS_MAX}")
         scope = LookupScope(namespace, fields)
@@ -279,7 +268,7 @@ class AgentConnection:
         text = self._board.read(key, found)
         if text is None:
             return None
-        block = self._read(partial(read_block, text, len(part) // PREFIX_HASH_BYTES, fields))
+        block = self._read(read_block, text, len(part) // PREFIX_HASH_BYTES, fields)
         if len(self._known) >= KNOWN_MAX:
             self._known.clear()
         self._known[key] = found[0], block
@@ -289,18 +278,18 @@ class AgentConnection:
         self, answer: bytes, parts: Sequence[bytes], fields: tuple[str, ...]
     ) -> list[FoundBlock]:
         """Read what the agent answers about some blocks of prefix hashes."""
-        if self._read(partial(kind_of, answer)) is MessageKind.FAILED:
+        if self._read(kind_of, answer) is MessageKind.FAILED:
             raise StoreUnavailable(f"lookup by the agent: {unpack_text(answer)}")
-        texts = self._read(partial(unpack_found, answer, len(parts)))
+        texts = self._read(unpack_found, answer, len(parts))
         return [
-            self._read(partial(read_block, text, len(part) // PREFIX_HASH_BYTES, fields))
+            self._read(read_block, text, len(part) // PREFIX_HASH_BYTES, fields)
             for text, part in zip(texts, parts, strict=True)
         ]
 
     def call(self, message: bytes) -> Steps[bytes]:
-        """Send a message of ``objkv.agent.client`` and return the answer."""
+        """Send a CALL and return the answer."""
         answer = yield Question(self, message)
-        if self._read(partial(kind_of, answer)) not in (MessageKind.RESULT, MessageKind.FAILED):
+        if self._read(kind_of, answer) not in (MessageKind.RESULT, MessageKind.FAILED):
             self._is_lost = True
             raise ProtocolError(f"{kind_of(answer).name} instead of a result")
         return answer
@@ -311,27 +300,19 @@ class AgentConnection:
 
     def send(self, message: bytes) -> bool:
         """See ``Line``. Not for a connection that is used in another way, too."""
-        if self._is_lost:
-            raise TransferError(f"the connection to the agent at {self._path} is lost")
         try:
-            self._sock.send(message, socket.MSG_DONTWAIT)
+            self._push(message, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return False
-        except OSError as exc:
-            raise self._lost("no connection to", exc) from exc
         self._unanswered += 1
         return True
 
     def receive(self) -> bytes | None:
         """See ``Line``."""
         try:
-            answer = self._sock.recv(MESSAGE_BYTES_MAX + 1, socket.MSG_DONTWAIT)
+            answer = self._pull(socket.MSG_DONTWAIT)
         except BlockingIOError:
             return None
-        except OSError as exc:
-            raise self._lost("no answer from", exc) from exc
-        if not answer:
-            raise self._lost("no answer from", "it ended the connection")
         self._unanswered -= 1
         if self._leaves:
             self.close_when_answered()
@@ -344,8 +325,7 @@ class AgentConnection:
             self.close()
 
     def wait(self, seconds: float, also: Alarm | None = None) -> bool:
-        """Wait for progress of a payload that is being filled, or for ``also``, for at most
-        ``seconds``. Returns False if the agent has gone."""
+        """Wait for progress of a fill, or for ``also``. Returns False if the agent has gone."""
         alarms = [one for one in (self.alarm, also) if one is not None]
         if not wait_for(alarms, seconds, until_hangup=self._sock.fileno()):
             self._is_lost = True
@@ -365,35 +345,43 @@ class AgentConnection:
     def _call(self, message: bytes) -> bytes:
         with self._lock:
             self._push(message)
-            try:
-                answer = self._sock.recv(MESSAGE_BYTES_MAX + 1)
-            except OSError as exc:
-                raise self._lost("no answer from", exc) from exc
-        if not answer:
-            raise self._lost("no answer from", "it ended the connection")
-        return answer
+            return self._pull()
 
     def _send(self, message: bytes) -> None:
         with self._lock:
             self._push(message)
 
-    def _push(self, message: bytes) -> None:
+    def _push(self, message: bytes, flags: int = 0) -> None:
+        """Raises ``BlockingIOError`` only with ``MSG_DONTWAIT``, as does ``_pull``."""
         if self._is_lost:
             raise TransferError(f"the connection to the agent at {self._path} is lost")
         try:
-            self._sock.send(message)
+            self._sock.send(message, flags)
         except OSError as exc:
+            if flags and isinstance(exc, BlockingIOError):
+                raise
             raise self._lost("no connection to", exc) from exc
+
+    def _pull(self, flags: int = 0) -> bytes:
+        try:
+            answer = self._sock.recv(MESSAGE_BYTES_MAX + 1, flags)
+        except OSError as exc:
+            if flags and isinstance(exc, BlockingIOError):
+                raise
+            raise self._lost("no answer from", exc) from exc
+        if not answer:
+            raise self._lost("no answer from", "it ended the connection")
+        return answer
 
     def _lost(self, what: str, reason: OSError | str) -> TransferError:
         self._is_lost = True
         text = _reason(reason) if isinstance(reason, OSError) else reason
         return TransferError(f"{what} the agent at {self._path}: {text}")
 
-    def _read(self, parse: Callable[[], T]) -> T:
+    def _read(self, parse: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
         """Parse an answer. A connection that sends nonsense is lost."""
         try:
-            return parse()
+            return parse(*args, **named)
         except ProtocolError:
             self._is_lost = True
             raise
@@ -404,16 +392,12 @@ class ArenaLeases:
     it is lost. Belongs to that thread, except for ``is_open``."""
 
     def __init__(self, connect: Callable[[], AgentConnection], what: str, *, share: int) -> None:
-        """
-        Args:
-            connect: returns a new connection with an arena, or raises ``ObjkvError``.
-            what: what there is not without an agent, in the plural, for the log.
-            share: divisor: of a small arena, these leases take at most this fraction.
-        """
+        """``connect``: returns a new connection with an arena, or raises ``ObjkvError``. ``what``:
+        what there is not without an agent, in the plural, for the log. ``share``: divisor: of a
+        small arena, these leases take at most this fraction."""
         self._connect, self._share = connect, share
         self.failure_log = FailureLog(logger, what)
         self.agent: AgentConnection | None = None
-        """The present connection, None without one."""
         self.is_moving = False
         """Whether the agent opens no more, because it is replaced."""
         self.leased = 0
@@ -470,15 +454,14 @@ class ArenaLeases:
     def open(
         self, claims: Claims, nbytes: int, *, deadline_s: float, urgency: Urgency
     ) -> list[ArenaLease] | None:
-        """Open payloads of about ``nbytes``, each until ``release``. None if the agent is replaced.
-        Raises ``TransferError``."""
+        """Open payloads. None if the agent is replaced. Raises ``TransferError``."""
         opened = self.present.open(claims, deadline_s=deadline_s, urgency=urgency)
-        if opened.reasons[0] == MissReason.CLOSED:
+        if opened[0].progress.reason == MissReason.CLOSED:
             self.is_moving = True
             return None
         self.leased += len(claims)
         self._leased_bytes += nbytes
-        return leases_of(opened, self.present.arena.board)
+        return opened
 
     def release(self, numbers: Sequence[int], nbytes: int) -> None:
         """End leases of payloads of about ``nbytes``. Raises ``TransferError``."""
@@ -487,9 +470,8 @@ class ArenaLeases:
         self.present.release([number for number in numbers if number])
 
     def wait(self, seconds: float, alarm: Alarm) -> bool:
-        """Wait for progress, or for ``alarm``, for at most ``seconds``. Returns False if there is
-        nothing to wait for: the agent has gone, or is replaced. Raises ``TransferError`` if leases
-        were lost with it."""
+        """Wait for progress, or for ``alarm``, for at most ``seconds``. Returns False if the agent
+        has gone, or is replaced. Raises ``TransferError`` if leases were lost with it."""
         if self.is_moving and not self.leased:
             return False
         if not (goes_on := self.present.wait(seconds, alarm)) and self.leased:
@@ -537,14 +519,14 @@ def open_socket(call_s: float) -> socket.socket:
 
 
 def _reason(error: OSError) -> OSError | str:
-    """Return what to report: a time-out of the socket itself is an error like any other."""
+    """A time-out of the socket itself is reported as ``EAGAIN``."""
     return "timed out" if isinstance(error, BlockingIOError) else error.strerror or error
 
 
 DOCUMENT_BYTES_MAX: Final = 32_768
 """Of a document, in an answer."""
 _CHUNKS_MAX = 1024
-"""Chunks in a call, which fit into a message."""
+"""In a call, so that they fit into a message."""
 RETRY_S = 1.0
 _FAILURES = ("StoreUnavailable", "StoreDenied", "StoreBusy", "StoreFull", "LeftAlone")
 Arguments = Mapping[str, Any]
@@ -581,8 +563,7 @@ class AgentCalls:
             raise StoreUnavailable("the agent's answer is not JSON") from exc
 
     def prefetch(self, namespace: str, hashes: Sequence[bytes], order: PrefetchOrder) -> Steps[int]:
-        """Have the payloads of a prompt fetched. Returns how many that started. Raises
-        ``StoreError``."""
+        """Have a prompt's payloads fetched. Returns how many started. Raises ``StoreError``."""
         started, left = 0, order.bytes_max
         for first in range(0, len(hashes), _CHUNKS_MAX):
             part = hashes[first : first + _CHUNKS_MAX]
@@ -617,8 +598,7 @@ class AgentCalls:
         """See ``WriteIndex``."""
         for first in range(0, len(prefix_hashes), _CHUNKS_MAX):
             hashes = _hex(prefix_hashes[first : first + _CHUNKS_MAX])
-            touch = self.run("touch", namespace=namespace, hashes=hashes, ttl_s=ttl_s)
-            yield from touch
+            yield from self.run("touch", namespace=namespace, hashes=hashes, ttl_s=ttl_s)
 
     def credit(self, savings: Savings) -> Steps[None]:
         """See ``WriteIndex``."""

@@ -46,8 +46,7 @@ _IDLE_S = 10.0
 _LATE_S = 0.2
 """A thread hangs if it goes on for this time after its payload's deadline."""
 _OPEN_AT_ONCE = 8
-"""Payloads under one hold of the lock, for which a step of another replica may wait: a prefetch may
-have thousands."""
+"""Payloads under one hold of the lock: a prefetch of thousands must not delay other replicas."""
 _OVERDUE_SHARE = 1 / 4
 """A load between steps is overdue after this share of its time."""
 _TYPICAL_BYTES = 1 << 20
@@ -126,13 +125,11 @@ class FetchQueue:
         job = self._jobs.get(one)
         if job is None:
             return False
-        sooner = due[:2] if due[:2] < job[:2] else job[:2]
-        if sooner != job[:2] or due.deadline > job.deadline:
-            number, deadline = next(self._numbers), max(job.deadline, due.deadline)
-            urgency, priority = sooner
-            self._push(
-                job._replace(urgency=urgency, priority=priority, number=number, deadline=deadline)
-            )
+        urgency, priority = min(due[:2], job[:2])
+        deadline = max(job.deadline, due.deadline)
+        new = job._replace(urgency=urgency, priority=priority, deadline=deadline)
+        if new != job:
+            self._push(new._replace(number=next(self._numbers)))
         return True
 
     def discard(self, given_up: Callable[[CachedPayload], bool]) -> None:
@@ -187,28 +184,21 @@ class _Answer(NamedTuple):
     """Chunks of different namespaces may have the same hash: a tier's are vLLM's."""
     shards: ShardRecords
     end_s: float
-    """When it is too old."""
 
 
 class FoundRecords:
     """The records of payloads that lookups of this node have found lately. Thread-safe. Nothing
     waits.
 
-    A client opens payloads by their keys. The agent needs a payload's record to fetch it, and has
-    just looked it up for the client, so it is kept for a while. A record that is not kept any more
-    is looked up again.
+    A client opens payloads by their keys, and the agent fetches them by their records, which it has
+    just looked up for the client. One that is not kept any more is looked up again.
     """
 
-    def __init__(
-        self, chunks_max: int = _CHUNKS_MAX, *, clock: Callable[[], float] = monotonic
-    ) -> None:
-        self._chunks_max, self._clock = chunks_max, clock
+    def __init__(self, *, clock: Callable[[], float] = monotonic) -> None:
+        self._clock = clock
         self._lock = Lock()
         self._by_chunk: OrderedDict[bytes, tuple[_Answer, ...]] = OrderedDict()
         """The last answers about each chunk, the newest first."""
-
-    def __len__(self) -> int:
-        return len(self._by_chunk)
 
     def add(self, namespace: str, found: Iterable[tuple[bytes, ShardRecords | None]]) -> None:
         """Keep what a lookup has found, by prefix hash."""
@@ -218,10 +208,9 @@ class FoundRecords:
                 if shards is not None:
                     new = _Answer(namespace, shards, end_s)
                     others = self._by_chunk.pop(prefix_hash, ())
-                    if others:
-                        others = tuple(one for one in others if not _replaces(new, one))
-                    self._by_chunk[prefix_hash] = (new, *others[: _ANSWERS_MAX - 1])
-            while len(self._by_chunk) > self._chunks_max:
+                    kept = [one for one in others if not _replaces(new, one)]
+                    self._by_chunk[prefix_hash] = (new, *kept[: _ANSWERS_MAX - 1])
+            while len(self._by_chunk) > _CHUNKS_MAX:
                 self._by_chunk.popitem(last=False)
 
     def of(self, key: ChunkKey) -> ShardRecord | None:
@@ -249,8 +238,7 @@ class CoreLimits:
 
     threads: int
     queue_max: int = 4096
-    """Payloads that may wait for a thread, those of some long prompts. Further ones are misses:
-    they would wait until their deadline."""
+    """Payloads of some long prompts. Further ones are misses: they would only be late."""
     disk_keeps_all: bool = False
     """Whether payloads are written to the disk that were not read."""
     part_policy: PartPolicy = field(default_factory=PartPolicy)
@@ -274,11 +262,9 @@ class Core:
         chunk after a lookup of it has another outcome. ``came_due``: called after payloads that
         were held back are to be saved. Neither may wait."""
         self.found = FoundRecords()
-        """The records of payloads that clients may open."""
         self._answers_changed = changed
         self.arena_cache = ArenaCache(arena, recorder, self.record_changed, came_due, disk)
         self.spill: Spill | None = None
-        """The tier below the arena; None if there is none."""
         if disk is not None:
             readers = max(1, limits.threads - max(1, limits.threads // 4))
             self.spill = Spill(self.arena_cache, disk, cache.seal, readers, recorder)
@@ -291,7 +277,6 @@ class Core:
         self._prefetching = 0
         self._closed = self._draining = False
         self.layouts = KnownLayouts()
-        """Of the payloads in the arena."""
         self._threads = [
             Thread(target=self._serve, name=f"objkv-fill-{n}", daemon=True)
             for n in range(limits.threads)
@@ -310,7 +295,6 @@ class Core:
     ) -> list[CachedPayload | MissReason]:
         """Take a lease of each payload, and fetch those that are not resident within
         ``deadline_s``. ``client`` is woken at each progress. The caller releases each lease.
-        ``priority``: among payloads of one urgency lower values go first.
 
         A claim that differs from that of a payload here is a miss. If that is READY it is rejected,
         which may wait for the index; if not, its own fetch shows what it is.
@@ -335,10 +319,8 @@ class Core:
         self, client: Waiter, wanted: Claims, rows: Sequence[ClaimRow], due: Priority
     ) -> list[CachedPayload | MissReason]:
         ahead = due.urgency is Urgency.PREFETCH
-        opened: list[CachedPayload | MissReason] = []
-        new: list[CachedPayload] = []
-        old: list[CachedPayload] = []
-        lost: list[CachedPayload] = []
+        opened = list[CachedPayload | MissReason]()
+        new, old, lost = list[CachedPayload](), list[CachedPayload](), list[CachedPayload]()
         with self._changed:  # a client that finds a payload must be able to hasten it
             for row in rows:
                 prefix_hash, parent_hash, start, end, field = row
@@ -368,8 +350,7 @@ class Core:
         return opened
 
     def _joins(self, resident: CachedPayload, due: Priority) -> bool:
-        """Whether one more client may wait for a payload that is being filled, which may come
-        sooner now. If not, its lease is over."""
+        """Whether one more client may wait for a fill, maybe sooner. If not, ends its lease."""
         if self._is_stuck():
             self.arena_cache.release(resident)
             return False
@@ -433,8 +414,8 @@ class Core:
         return True
 
     def _is_stuck(self) -> bool:
-        """Whether all threads work well beyond their payloads' deadlines, because a file system
-        hangs whose calls cannot be cancelled. To queue more is pointless then."""
+        """Whether all threads work well beyond their payloads' deadlines, as in calls of a file
+        system that hangs, which cannot be cancelled. To queue more is pointless then."""
         if len(self._busy) < self._limits.threads:
             return False
         return max(self._busy.values()) + _LATE_S < monotonic()
@@ -456,7 +437,6 @@ class Core:
             del job, rest
 
     def _end(self, job: FetchJob, rest: FetchJob | None) -> None:
-        """End a job, or queue the rest of it."""
         with self._changed:
             del self._busy[get_ident()]
             if job.urgency is Urgency.PREFETCH:
@@ -471,8 +451,7 @@ class Core:
             self.arena_cache.failed(job.one, MissReason.CLOSED, layers)
 
     def _next_job(self) -> FetchJob | None:
-        """Return the next job; None if there is none, or only prefetches, and the other threads are
-        kept for loads."""
+        """Return the next job, or None. Some threads are kept free of prefetches."""
         urgency = self._fetches.next_urgency()
         if urgency is None or self._closed:
             return None
@@ -487,8 +466,7 @@ class Core:
         return job
 
     def _run(self, job: FetchJob, staging: Staging) -> FetchJob | None:
-        """Fill one payload, or a part of it: returns the job if it goes on. Every fault is a
-        miss."""
+        """Fill a payload, or a part: returns the job if it goes on. Every fault is a miss."""
         if self.arena_cache.cancel_fill(job.one):
             return None
         fill, reason = job.fill, MissReason.STORE
@@ -572,8 +550,7 @@ class Core:
         return record
 
     def _fill(self, fill: Fill, deadline: float, staging: Staging) -> MissReason:
-        """Fetch a payload, or its next part. Returns NONE, or why it is missed. Raises like
-        ``Fill.run`` if the store fails."""
+        """Fetch a payload, or its next part. Returns why it is missed, or NONE."""
         wanted, claim = fill.wanted, fill.wanted.claim
         began = monotonic()
         if began >= deadline:

@@ -11,7 +11,7 @@ import os
 import re
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 from typing import Final, NamedTuple
@@ -24,8 +24,7 @@ from objkv.stores.base import Arrived
 FOLDER: Final = "payloads"
 """Folder of the files below the configured one, which may be a mount point of another owner."""
 FILES_MAX: Final = 1 << 18
-"""Payloads on disk, whatever the bound in bytes: each takes 300 bytes of memory, and 1,100 more if
-it is held back."""
+"""Each takes 300 bytes of memory, and 1,100 more if it is held back."""
 _LOCK = "lock"
 _TEMPORARY = "unfinished"
 HELD_BACK: Final = "held-back"
@@ -73,18 +72,14 @@ class DiskFolder:
     def lock(self) -> bool:
         """Take the folder, before everything else. Returns False if another agent has it."""
         flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-        with _translated("lock"):
+        with _translated("lock"), ExitStack() as undo:
             lock = os.open(_LOCK, flags, 0o600, dir_fd=self._fd)
-            try:
+            undo.callback(os.close, lock)
+            with suppress(BlockingIOError):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(lock)
-                return False
-            except OSError:
-                os.close(lock)
-                raise
-        self._lock = lock
-        return True
+                undo.pop_all()
+                self._lock = lock
+        return self._lock >= 0
 
     def listed(self) -> Iterator[DiskFile]:
         """Yield all payloads. Removes what an earlier agent left unfinished."""
@@ -115,8 +110,7 @@ class DiskFolder:
                 raise
 
     def read_into(self, name: str, buffer: memoryview, arrived: Arrived) -> int | None:
-        """Read a file of ``len(buffer)`` bytes, see ``ReadStore.get_into``. Raises ``PayloadError``
-        if it is shorter."""
+        """See ``ReadStore.get_into``. Raises ``PayloadError`` for a shorter file."""
         with _translated(f"read {name}"):
             try:
                 fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self._fd)
@@ -143,15 +137,12 @@ class DiskFolder:
     def take_held_back(self) -> bytes:
         """Return and remove the list that the last agent left; empty if there is none."""
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-        with _translated(f"read {HELD_BACK}"):
-            try:
-                fd = os.open(HELD_BACK, flags, dir_fd=self._fd)
-            except FileNotFoundError:
-                return b""
-            with open(fd, "rb") as file:
+        with _translated(f"read {HELD_BACK}"), suppress(FileNotFoundError):
+            with open(os.open(HELD_BACK, flags, dir_fd=self._fd), "rb") as file:
                 text = file.read(_HELD_BACK_BYTES_MAX)
             self._unlink(HELD_BACK)
             return text
+        return b""
 
     def free_bytes(self) -> int:
         """Return the free space of the file system."""
@@ -183,12 +174,8 @@ class Disk:
     """
 
     def __init__(self, folder: DiskFolder, nbytes_max: int, form: str = "plain") -> None:
-        """Takes over ``folder``.
-
-        Args:
-            nbytes_max: bound; 0: half of the free space at the start, own files included.
-            form: how payloads are sealed. Files of another form are removed.
-        """
+        """Takes over ``folder``. ``nbytes_max``: bound; 0: half of the free space at the start, own
+        files included. ``form``: how payloads are sealed. Files of another form are removed."""
         self.nbytes_max = nbytes_max
         """0 until it is known."""
         self.nbytes = 0
@@ -213,8 +200,8 @@ class Disk:
         return self._sizes.get(self._name(key))
 
     def load(self, stop: Callable[[], bool]) -> None:
-        """Find the files that earlier agents left, unless ``stop`` becomes true. The folder is
-        locked; nothing was read or written before. Raises ``StoreUnavailable``."""
+        """Find the files of earlier agents in the locked folder, first of all, unless ``stop()``.
+        Raises ``StoreUnavailable``."""
         found, others = list[DiskFile](), list[DiskFile]()
         for file in self.folder.listed():
             if stop():
@@ -239,8 +226,8 @@ class Disk:
             self.purge()
 
     def get_into(self, key: str, buffer: memoryview, arrived: Arrived) -> int | None:
-        """Read a payload. ``buffer`` has its size. The result is unverified. Raises
-        ``PayloadError`` and ``StoreUnavailable``."""
+        """See ``ReadStore``. The result is unverified. Raises ``PayloadError``,
+        ``StoreUnavailable``."""
         return self.folder.read_into(self._name(key), buffer, arrived)
 
     def use(self, key: str) -> None:
@@ -251,8 +238,8 @@ class Disk:
                 self._ranking.use(name)
 
     def discard(self, key: str) -> bool:
-        """Do not serve a payload any more, nor the one that is being written. Return whether it was
-        nowhere else. ``purge`` removes its file."""
+        """Have ``purge`` remove a payload, also if it is being written. Return whether it was
+        nowhere else."""
         name = self._name(key)
         with self._lock:
             if self._writing == name:

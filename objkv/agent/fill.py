@@ -1,8 +1,8 @@
 """Fetches one payload into the arena and verifies it there, frame by frame, as it arrives.
 
 An uncompressed payload goes from the socket to its place in the arena. Others arrive in a buffer of
-the fetching thread, and each frame is decoded to its place. A frame is announced to readers when
-it is verified. In both cases the arena holds an uncompressed, unsealed payload.
+the fetching thread, and each frame is decoded to its place: the arena holds uncompressed, unsealed
+payloads. A frame is announced to readers when it is verified.
 
 Payloads for which a forward pass waits come in parts, so that the first layers of all payloads
 arrive before the last layers of any.
@@ -40,8 +40,7 @@ _SHARDS_MAX = 1024
 
 
 class KnownLayout(NamedTuple):
-    """What payloads have in common. The layers' pages follow the header, uncompressed and without
-    a gap, so this is where each frame is, and how long the payload is."""
+    """Where frames are: the pages follow the header, uncompressed and without a gap."""
 
     layers: tuple[LayerSpec, ...] = ()
     header_bytes: int = 0
@@ -57,12 +56,11 @@ class KnownLayouts:
     """The layouts of payloads in the arena, each with a number that says what readers would check.
     Thread-safe.
 
-    Nearly all payloads of a model have one of a few layouts. A reader that knows the number of one
-    needs no header of it any more, because of each payload with a number the agent promises: its
-    header is valid, and no frame is compressed; its layers, and the places of all frames from its
-    start on, are those of each other payload with this number; it is as long as its header states;
-    its shard, parent hash and range of tokens are those of the opening. A number is valid on one
-    connection to one agent.
+    Nearly all payloads of a model have one of a few layouts. A reader that knows its number reads
+    no header, because of each payload with this number the agent promises: its header is valid, and
+    no frame is compressed; its layers, and the places of all frames from its start on, are equal;
+    it is as long as its header states; its shard, parent hash and range of tokens are those of the
+    opening. A number is valid on one connection to one agent.
     """
 
     def __init__(self) -> None:
@@ -79,8 +77,7 @@ class KnownLayouts:
     def note(
         self, namespace: str, field: str, layers: tuple[LayerSpec, ...], header_bytes: int
     ) -> int:
-        """Return the number of the layout of a payload whose header was verified, which the arena
-        has uncompressed."""
+        """Return the layout's number of an uncompressed payload whose header was verified."""
         last = self._last.get((namespace, field))
         if last is not None and last.layers is layers and last.header_bytes == header_bytes:
             return last.number
@@ -184,21 +181,16 @@ class Fill:
         disk_copy: DiskCopy | None = None,
         part_policy: PartPolicy = NO_PARTS,
     ) -> None:
-        """
-        Args:
-            layouts: has those of earlier payloads, and gets this one's.
-            disk_copy: read instead of the stores. Frames are announced only when all are verified:
-                after a fault the stores' bytes may come to other places.
-        """
+        """``layouts``: has those of earlier payloads, and gets this one's. ``disk_copy``: read
+        instead of the stores. Its frames are announced only when all are verified: after a fault
+        the stores' bytes may come to other places."""
         self.header: Header | None = None
         """The stored payload's header, once it is verified."""
         self.is_complete = False
         """Whether the whole payload is in the arena."""
         self.is_hot = False
-        """Whether bytes came from the hot store."""
         self._is_encrypted = False
         self._memory: memoryview | None = None
-        """The payload's memory in the arena."""
         self._stored = memoryview(b"")
         """The buffer of the store's bytes: the same memory, or a staging buffer."""
         self._one, self.wanted, self._disk_copy = one, wanted, disk_copy
@@ -217,17 +209,13 @@ class Fill:
         self._count, self.is_whole = count, count == 1
         self._sums: list[str] = []
         self._pages_at = 0
-        """Position of the next frame's pages."""
         self.layers = 0
         """Leading frames that readers know of."""
 
     def run(self, staging: Staging) -> bool:
         """Fetch the payload, or its next part: see ``is_complete``. Returns False if it is not
-        stored.
-
-        Raises ``PayloadError`` or ``ValueTooLong`` if it is not what its key and its record
-        promise, ``MissError``, and ``StoreError``.
-        """
+        stored. Raises ``PayloadError`` or ``ValueTooLong`` if it is not what its key and its record
+        promise, ``MissError``, and ``StoreError``."""
         if self.nbytes > self._arena_cache.payload_bytes_max:
             raise MissError(MissReason.NO_ROOM)
         if not self.nbytes:
@@ -244,8 +232,7 @@ class Fill:
 
     def _take_memory(self, staging: Staging) -> bool:
         """Have the buffer for the store's bytes, and the payload's place if its size is known.
-        Returns False if the payload is not stored. Until it is known that it is, no payload is
-        evicted for it that no store has."""
+        Returns False if it is not stored: before, nothing is evicted for it that no store has."""
         spare = not self.is_whole  # shows a payload that is too long
         if not self._is_direct:
             if self._memory is None and (size := self._known.header_bytes):
@@ -278,8 +265,8 @@ class Fill:
         return True
 
     def _next_part(self) -> bool:
-        """Fetch one part. Returns False if the payload is not stored. A payload that is not as
-        long as its record promises is fetched as a whole."""
+        """Fetch one part, or all if it is not as long as its record. Returns False if there is
+        none."""
         if self.is_whole:
             return True
         is_first = self.header is None
@@ -302,8 +289,7 @@ class Fill:
         return True
 
     def _cut(self, header: Header, done: int) -> Iterator[tuple[int, int]]:
-        """Yield the ranges of the other parts, each with about as many frames, after the first
-        ``done`` bytes."""
+        """Yield the ranges after the first ``done`` bytes, each with about as many frames."""
         starts, first = header.frames.starts, len(self._sums)
         left = len(starts) - first
         count = min(self._count - 1, left)
@@ -403,7 +389,6 @@ class Fill:
         return digest(room) if self._is_encrypted else header.frames.raw_checksums[frame]
 
     def _finish(self, header: Header) -> None:
-        """Write the header of the decoded payload."""
         assert self._memory is not None
         text = plain_header(header, self._sums)
         self._memory[: len(text)] = text

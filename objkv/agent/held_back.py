@@ -1,10 +1,9 @@
 """Payloads that are only on this node: they are being saved, or nothing has needed them a second
 time yet.
 
-Both are found and read on their node like any other. Most payloads are never read again, so putting
-each of them to a bucket costs more than it saves. One that is held back is saved when it is read or
-made again, here or on another node, and lost when arena and disk evict it before that, or when the
-agent ends.
+They are read on their node like any other. Most payloads are never read again, so putting each of
+them to a bucket costs more than it saves. One that is held back is saved when it is read or made
+again, here or on another node, and lost when arena and disk evict it before, or the agent ends.
 """
 
 import json
@@ -62,8 +61,7 @@ class _Held:
     is_wanted: bool = False
     """Whether it is to be saved as soon as it is in the arena."""
     is_leased: bool = False
-    """Whether another process was saving it when its save was last tried: it is not lost then, and
-    the next read finds it stored."""
+    """Whether another process was saving it at the last try: then it is not lost."""
     retry_at: float = -math.inf
 
     @property
@@ -87,9 +85,8 @@ class HeldBackPayloads:
         *,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """``changed``: called after a chunk's payload was added or removed. ``came_due``: called
-        after payloads became due. Neither may wait. ``disk``: it may have payloads that left the
-        arena."""
+        """``changed``: called after a chunk's payload came or went. ``came_due``: called after some
+        became due. Neither may wait. ``disk``: it may have payloads that left the arena."""
         self._recorder, self._disk, self._clock = recorder, disk, clock
         self._changed, self._came_due = changed, came_due
         self._lock = Lock()
@@ -111,8 +108,7 @@ class HeldBackPayloads:
         return self._nbytes
 
     def add(self, claim: Claim, record: ShardRecord, *, is_due: bool) -> None:
-        """Add a payload. ``record``: of ``held_back_record``. ``is_due``: whether it is being saved
-        already, and not held back."""
+        """Add a payload, and its ``held_back_record``. ``is_due``: if it is being saved."""
         key, one = claim.key, _Held(claim, encode_shard(record), record.nbytes, is_due)
         path = key.path()
         with self._lock:
@@ -137,9 +133,9 @@ class HeldBackPayloads:
         return {path: _line(one) for path, one in found if self._disk.size_of(path) is not None}
 
     def seen_again(self, path: str) -> bool:
-        """A held-back payload was read or made again: it and those before it in its prompt become
-        due, since no other node finds the end of a prompt without its beginning. Returns whether
-        it is due now, and not still held back after a save that failed."""
+        """A held-back payload was read or made again: it becomes due, and those before it in its
+        prompt, without which no other node finds it. Returns whether it is due: not soon after a
+        failed save."""
         if path not in self._by_path:
             return False
         due: list[Claim] = []
@@ -185,8 +181,7 @@ class HeldBackPayloads:
 
     def not_saved(self, path: str, *, is_leased: bool = False, is_absent: bool = False) -> None:
         """A due payload was not saved: it is held back until it is seen once more, after a pause
-        if its save failed. ``is_leased``: another process is saving it. ``is_absent``: it is not in
-        the arena."""
+        unless another process saves it (``is_leased``), or it left the arena (``is_absent``)."""
         pause_s = 0.0 if is_leased or is_absent else _RETRY_S
         with self._lock:
             if (one := self._by_path.get(path)) is not None:
@@ -201,8 +196,7 @@ class HeldBackPayloads:
             self._changed(one.claim.key.prefix_hash)
 
     def keep_on_disk(self, path: str) -> bool:
-        """Whether the disk has a payload, which leaves the arena. The disk's loss of it is reported
-        from now on, until it has arrived again."""
+        """Whether the disk has a payload. Until that is in the arena, its loss is reported."""
         return self._disk is not None and self._disk.mark_only_copy(path)
 
     def left_arena(self, path: str) -> None:
@@ -226,11 +220,8 @@ class HeldBackPayloads:
     def find(
         self, namespace: str, hashes: Sequence[bytes], fields: tuple[str, ...], find: Find
     ) -> list[ShardRecords | None]:
-        """Return what ``find`` does for chunks of ``namespace``, and held-back payloads.
-
-        Chunks are looked up by ``find`` in one call, apart from those that are held back in part.
-        A lookup that has met a missing chunk may report all later ones of its call as missing.
-        """
+        """Return what ``find`` does, and held-back payloads. Chunks that are held back in part have
+        a call of their own: after a missing chunk ``find`` may report all later ones as missing."""
         chunks = self._by_chunk.get(namespace)
         if not chunks or chunks.keys().isdisjoint(hashes):  # most lookups: 3 us for 128 chunks
             return find(hashes)

@@ -227,26 +227,21 @@ class OpenRequest(NamedTuple):
     wanted: Claims
 
 
-OpenAnswer = tuple[int, int, int, int, int, int, int]
-"""The answer for one payload: a value of each column of ``Opened``."""
+class OpenAnswer(NamedTuple):
+    """The answer to the opening of one payload."""
 
-
-class Opened(NamedTuple):
-    """The answer to an opening, in columns with a value for each payload."""
-
-    states: tuple[int, ...]
+    state: int
     """A ``CellState``. If it is FAILED, there is no lease."""
-    reasons: tuple[int, ...]
-    """A ``MissReason``."""
-    layouts: tuple[int, ...]
+    reason: int = MissReason.NONE
+    layout: int = 0
     """Number of the layout if the state is READY, see ``KnownLayouts``. 0: not known."""
-    leases: tuple[int, ...]
+    lease: int = 0
     """Names the payload in RELEASE, on this connection. 0: none."""
-    cells: tuple[int, ...]
+    cell: int = 0
     """The payload's cell on the board, unless the state is READY already."""
-    offsets: tuple[int, ...]
+    offset: int = 0
     """Position in the arena if the state is READY."""
-    nbytes: tuple[int, ...]
+    nbytes: int = 0
 
 
 _HELLO = struct.Struct("<BH??16sB")
@@ -331,17 +326,17 @@ def pack_opened(answers: Iterable[OpenAnswer]) -> bytes:
     return bytes((MessageKind.OPENED,)) + b"".join([_OPENED.pack(*one) for one in answers])
 
 
-def unpack_opened(message: bytes, count: int) -> Opened:
+def unpack_opened(message: bytes, count: int) -> list[OpenAnswer]:
     """Read the answer to an opening of ``count`` payloads, at least one."""
     _expect(message, MessageKind.OPENED)
     if len(message) != 1 + count * _OPENED.size:
         raise ProtocolError(f"{len(message)} bytes for {count} payloads")
-    opened = Opened(*zip(*_OPENED.iter_unpack(message[1:]), strict=True))
-    if not _ANSWERS.issuperset(zip(opened.states, opened.reasons, strict=True)):
+    answers = [OpenAnswer(*one) for one in _OPENED.iter_unpack(message[1:])]
+    if not _ANSWERS.issuperset(one[:2] for one in answers):
         raise ProtocolError("an answer in an unknown state")
-    if max(opened.cells) >= CELLS:
-        raise ProtocolError(f"cell {max(opened.cells)} is not on the board")
-    return opened
+    if max(one.cell for one in answers) >= CELLS:
+        raise ProtocolError("a cell that is not on the board")
+    return answers
 
 
 def pack_release(leases: Sequence[int]) -> bytes:

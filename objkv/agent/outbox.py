@@ -42,8 +42,7 @@ class OutboxPayload(NamedTuple):
     """The key's."""
     payload: Buffer
     part: SavedPart | None = None
-    """What it is of a payload that several ranks write, which is saved when the agent has all of
-    it."""
+    """Its place in a payload of several ranks, which is saved when the agent has all of it."""
 
 
 class Outbox:
@@ -66,8 +65,7 @@ class ClientOutbox:
     """The agent's end of an outbox."""
 
     def __init__(self, fd: int) -> None:
-        """Takes over ``fd``. Raises ``TransferError`` unless it is a memfd of a fixed size: reading
-        another file might take for ever."""
+        """Takes over ``fd``. Raises ``TransferError`` unless it is a memfd: others may block."""
         self._fd = fd
         try:
             self.nbytes = check_size(fd, "outbox", writable=True)
@@ -76,8 +74,8 @@ class ClientOutbox:
             raise
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Read ``len(buffer)`` bytes, which the client may change meanwhile. Raises
-        ``PayloadError`` if there are not as many."""
+        """Fill ``buffer``. Its client may write meanwhile. Raises ``PayloadError`` if there is
+        less."""
         at = 0
         while at < len(buffer):
             got = os.preadv(self._fd, [buffer[at:]], offset + at)
@@ -124,14 +122,11 @@ class AgentSaves:
         raises ``ObjkvError``. ``outbox``: this object closes it. ``memory``: the outbox, as this
         process has mapped it. ``accepted``: called for each payload that the agent saves."""
         self._connect, self._outbox, self._clock = connect, outbox, clock
-        self._accepted = accepted
-        self._base, self._end = memory.ctypes.data, memory.ctypes.data + memory.nbytes
-        self._memory = memory
+        self._accepted, self._memory = accepted, memory
         self.in_flight = InFlightSaves()
         """Payloads that are being handed over, and those that just were."""
         self._marking = Lock()
-        """Not ``_lock``, which is held while an agent is connected to: forward passes begin saves.
-        """
+        """Not ``_lock``, held while an agent is connected to: forward passes begin saves."""
         self._drops = deque[Drop](maxlen=_DROPS_MAX)
         self._puts = set[str]()
         """Payloads that were begun with ``puts``."""
@@ -144,9 +139,9 @@ class AgentSaves:
         return self._clock() >= self._full_until
 
     def begin_save(self, path: str, *, puts: bool = False, again: bool = False) -> bool:
-        """Whether a payload is not being saved, nor was just saved. The caller then calls
-        ``end_save``. ``puts``: whether the agent must not hold it back, also if it does so already.
-        ``again``: whether what was just saved does not count."""
+        """Begin a save, unless it runs or just ended. ``end_save`` must follow. ``puts``: whether
+        the agent must not hold it back, also if it does so already. ``again``: even if it just
+        ended."""
         with self._marking:
             if puts or again:
                 self.in_flight.forget(path)
@@ -161,10 +156,9 @@ class AgentSaves:
             self.in_flight.end(path)
 
     def save(self, handed: Sequence[OutboxPayload]) -> list[CommitStatus]:
-        """Hand payloads to the agent, at most ``COMMITS_MAX``. When this returns, it has a copy of
-        those that are ``TAKEN``, and saves them even if this process ends, or unless they were
-        begun with ``puts`` keeps them in memory until they are seen again. Raises ``TransferError``
-        if there is no answer."""
+        """Hand payloads to the agent, at most ``COMMITS_MAX``. It has a copy then of those that are
+        ``TAKEN``, and saves them even if this process ends, or keeps them in memory until they are
+        seen again unless they were begun with ``puts``. Raises ``TransferError`` without answer."""
         commits = [self._commit(one) for one in handed]
         statuses = self._reach().commit(commits)
         for at, (key, path, _, _) in enumerate(handed):
@@ -181,8 +175,8 @@ class AgentSaves:
 
     def _commit(self, handed: OutboxPayload) -> Commit:
         view = np.frombuffer(handed.payload, np.uint8)
-        offset = view.ctypes.data - self._base
-        assert 0 <= offset <= self._end - self._base - view.nbytes
+        offset = view.ctypes.data - self._memory.ctypes.data
+        assert 0 <= offset <= self._memory.nbytes - view.nbytes
         return Commit(offset, view.nbytes, handed.path in self._puts, handed.part)
 
     def drop(self, path: str, part: SavedPart) -> None:
@@ -190,8 +184,7 @@ class AgentSaves:
         self._drops.append(Drop(part.number, part.position.parts, path))
 
     def send_drops(self) -> None:
-        """Report what was noted, as far as an agent can be reached: it would wait for these parts
-        until their deadline. Raises nothing."""
+        """Report what was noted, so that an agent does not wait for it. Raises nothing."""
         while self._drops:
             try:
                 self._reach().drop(self._drops.popleft())
@@ -214,7 +207,7 @@ class AgentSaves:
                 raise TransferError("no agent")
             if self._agent is not None:
                 self._agent.close()
-            self._agent = None
+                self._agent = None
             try:
                 self._agent = self._connect(self._outbox.fd)
             except ObjkvError:

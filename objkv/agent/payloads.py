@@ -2,8 +2,8 @@
 
 ``PayloadReader`` opens payloads in the agent's arena, waits until the agent has verified them,
 verifies them again and shows them to their reader. ``PayloadWriter`` has payloads written into an
-outbox and hands them over. Each has one thread and one connection. Any fault is a miss or a drop,
-and without an agent everything is, until there is one again.
+outbox and hands them over. Each has one thread and one connection. Any fault, such as no agent, is
+a miss or a drop.
 """
 
 import logging
@@ -61,7 +61,6 @@ class ReadOutcome(Enum):
     FAILED = "load_errors"
     """The store, the agent or ``take`` failed, or the reader is closed."""
     UNWANTED = "load_unwanted"
-    """Not needed any more."""
 
 
 _OUTCOMES = {
@@ -78,8 +77,7 @@ class WriteOutcome(Enum):
     ACCEPTED = "saves_accepted"
     """The agent has a copy, and saves it."""
     HELD_BACK = "saves_kept"
-    """The agent has a copy, and holds it back until it is seen again: other nodes do not find it.
-    """
+    """The agent has a copy, which other nodes do not find until it is seen again."""
     EXISTED = "save_existed"
     """It is being saved, or was just saved, by this agent."""
     REPEATED = "save_repeats"
@@ -124,12 +122,11 @@ class PayloadTransfer:
         return sum(layer.nbytes for layer in self.layers)
 
     def take_pages(self, pages: Sequence[memoryview]) -> None:
-        """Copy or use the verified pages of each layer, which change when this returns. May raise
-        anything."""
+        """Use the verified pages of each layer, which change afterwards. May raise anything."""
 
     def write_pages(self, pages: memoryview) -> None:
-        """Write the raw pages of all layers, one after the other: as many bytes as ``pages`` has.
-        May wait for a device. If it raises, nothing is saved."""
+        """Fill ``pages`` with those of all layers. May wait for a device. May raise: not saved
+        then."""
 
     def end(self, outcome: Any, nbytes: int) -> None:
         """Called once, last. Must not raise. ``outcome``: a ``ReadOutcome``, or a ``WriteOutcome``.
@@ -157,8 +154,7 @@ class PayloadReader:
         self._thread.start()
 
     def read(self, payloads: Iterable[PayloadTransfer]) -> None:
-        """Read payloads, in order, behind those that wait. Their number is the caller's concern.
-        Each gets an ``end``, after ``close`` at once."""
+        """Read payloads in order, behind those that wait. Each gets an ``end``."""
         with self._lock:
             if not self._closed:
                 self._waiting.extend(payloads)
@@ -192,7 +188,6 @@ class PayloadReader:
             self._alarm.close()
 
     def _step(self) -> None:
-        """Do what can be done now, then sleep until there is more."""
         link = self._link
         if link.agent is None and self._waiting and not link.connect():
             self._fail()
@@ -217,7 +212,7 @@ class PayloadReader:
 
     def _open_next(self) -> None:
         """Open the next payloads of one namespace, as many as there is room for."""
-        batch: list[PayloadTransfer] = []
+        batch, leases = list[PayloadTransfer](), None
         count, nbytes = self._link.room()
         while self._waiting and len(batch) < count and nbytes > 0:
             one = self._waiting[0]
@@ -233,7 +228,6 @@ class PayloadReader:
                 nbytes -= one.nbytes
         if not batch:
             return
-        leases = None
         try:
             leases = self._link.open(
                 Claims.of([one.claim for one in batch]),
@@ -248,7 +242,6 @@ class PayloadReader:
             self._open += zip(batch, leases, strict=True)
 
     def _advance(self) -> None:
-        """Read what has come, and end the leases that are not needed any more."""
         ended, nbytes = list[int](), 0
         for one in list(self._open):
             read, lease = one
@@ -273,7 +266,6 @@ class PayloadReader:
         return ReadOutcome.LATE if self._clock() >= read.deadline else None
 
     def _deliver(self, read: PayloadTransfer, at: Progress) -> ReadOutcome:
-        """Verify a payload, and have its pages taken."""
         payload = self._link.present.arena.view[at.offset : at.offset + at.nbytes]
         try:
             header = read_claimed(payload, read.claim, read.layers)
@@ -327,20 +319,17 @@ class PayloadWriter:
         begin: Callable[[], None] | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """
+        """``connect`` and ``name``: see ``PayloadReader``. Raises ``ConfigError`` if the system
+        makes no outbox.
+
         Args:
-            connect: the agent is reached when there is something to write.
             nbytes_max: an upper bound of the length of a payload, see ``payload_bytes_max``. Takes
                 no more memory than the longest that is written.
-            name: of the payloads, in the plural, for the log and the thread.
             writer: the name of this process in payloads.
             puts: whether the agent must not hold payloads back.
             begin: called by the thread before its first write.
-
-        Raises ``ConfigError`` if the system makes no outbox.
         """
-        self._name, self._writer, self._clock = name, writer, clock
-        self._puts = puts
+        self._name, self._writer, self._puts, self._clock = name, writer, puts, clock
         self._failure_log = FailureLog(logger, f"saves of {name}")
         self._shed_until = -math.inf
         try:
@@ -358,8 +347,7 @@ class PayloadWriter:
             payload.end(WriteOutcome.DROPPED, 0)
 
     def drain(self, seconds: float) -> bool:
-        """Wait until nothing is being written, for at most ``seconds``. Returns whether that was
-        so."""
+        """See ``Pool.drain``."""
         return self._pool.drain(seconds)
 
     def close(self, drain_s: float) -> None:

@@ -12,8 +12,7 @@ _ROOT = 0
 
 
 def peer_of(sock: socket.socket) -> tuple[int, int]:
-    """Return the process at the other end, 0 if it is in another container, and its user. Raises
-    ``OSError``."""
+    """Return process (0: in another container) and user at the other end. Raises ``OSError``."""
     pid, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     return pid, uid
 

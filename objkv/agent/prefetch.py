@@ -2,7 +2,7 @@
 
 A router that knows the next request has its payloads fetched meanwhile. A prefetch holds a lease of
 each payload until it has arrived, so that it is not given up as unwanted. Payloads under way take
-at most a quarter of the arena, and so do unread ones; see ``Unread``.
+at most a quarter of the arena, and so do unread ones.
 """
 
 import json
@@ -38,9 +38,9 @@ class Matched:
     resident: int
     """Leading ones of those whose payloads can all be read from memory now."""
     tokens: int
-    """Tokens of the stored chunks."""
+    """Of the stored chunks, as all that follows."""
     payloads: int
-    """Payloads of the stored chunks, of all groups and shards."""
+    """Of all groups and shards."""
     payload_bytes: int
     """Their size in memory."""
     resident_payloads: int
@@ -138,8 +138,7 @@ class Prefetches:
         )
 
     def start(self, namespace: str, hashes: Sequence[bytes], order: PrefetchOrder) -> Prefetched:
-        """Fetch all payloads of the leading stored chunks, of all shards, in order. If ``puts``,
-        only those that are held back."""
+        """Fetch all payloads of the leading stored chunks; if ``puts``, only those held back."""
         records = self._stored(namespace, hashes)
         wanted = [one for record in records for one in _wanted(namespace, record)]
         if order.puts:
@@ -212,8 +211,7 @@ class Prefetches:
     def _remember(
         self, taken: Sequence[PayloadRequest], opened: Sequence[CachedPayload | MissReason]
     ) -> list[PayloadRequest]:
-        """Keep the leases until their payloads have arrived. Returns those that were not refused at
-        once."""
+        """Keep the leases until their payloads have arrived. Returns those not refused at once."""
         started = []
         with self._lock:
             for one, lease in zip(taken, opened, strict=True):
@@ -226,7 +224,6 @@ class Prefetches:
         return started
 
     def _seen(self, wanted: Sequence[PayloadRequest]) -> list[CellState | None]:
-        """Return whether payloads are resident or on their way."""
         seen = self._core.arena_cache.peek(one.claim.key.path() for one in wanted)
         return [None if one is None else one.state for one in seen]
 

@@ -15,8 +15,7 @@ from typing import Final
 
 _READS_MAX: Final = 3
 _PROBATION: Final = 1 / 2
-"""Share of the memory. A conversation's next turn comes after many other prompts: with a tenth,
-most conversations were gone by then."""
+"""Share of the memory. With a tenth, most conversations were gone before their next turn."""
 
 
 class _Fifo:
@@ -42,22 +41,18 @@ class Ranking:
     """Payloads by key. Thread safety is the caller's."""
 
     def __init__(self, nbytes_max: int) -> None:
-        """``nbytes_max``: size of the arena."""
         self._nbytes_max = nbytes_max
         self._new, self._main = _Fifo(), _Fifo()
         self._gone: OrderedDict[int, int] = OrderedDict()
-        """Hashes of keys that were evicted on probation, with their sizes. A wrong match only
-        puts a payload into the wrong queue."""
+        """Sizes of evicted ones, by hash. A wrong match only means the wrong queue."""
         self._gone_bytes = 0
 
     def add(self, key: str, nbytes: int, *, is_unread: bool = False) -> None:
-        """Record that a payload became resident. ``is_unread``: it was prefetched, and is on
-        probation whatever it was before."""
+        """Add a payload. ``is_unread``: it was prefetched, and is on probation in any case."""
         assert key not in self
-        known = self._gone.pop(hash(key), None)
-        self._gone_bytes -= known or 0
-        queue = self._new if known is None or is_unread else self._main
-        queue.push(key, nbytes)
+        known = self._gone.pop(hash(key), 0)
+        self._gone_bytes -= known
+        (self._main if known and not is_unread else self._new).push(key, nbytes)
 
     def use(self, key: str) -> None:
         """Record that a payload was read."""
@@ -66,8 +61,7 @@ class Ranking:
         keys[key] = nbytes, min(_READS_MAX, reads + 1)
 
     def remove(self, key: str, *, was_read: bool = True) -> None:
-        """Forget a payload, if it is known. If it ``was_read`` and comes back soon, it has proved
-        its worth."""
+        """Forget a payload. ``was_read``: whether it has proved its worth if it comes back soon."""
         if key in self._main.keys:
             self._main.pop(key)
         elif key in self._new.keys:
@@ -80,8 +74,7 @@ class Ranking:
                 self._gone_bytes -= self._gone.popitem(last=False)[1]
 
     def victim(self, is_free: Callable[[str], bool]) -> str | None:
-        """Return the payload to evict next among those for which ``is_free`` is true; None if there
-        is none. It stays ranked. Others may change their places."""
+        """Return the next one to evict for which ``is_free`` is true, or None. It stays ranked."""
         on_probation_first = self._new.nbytes >= _PROBATION * self._nbytes_max
         if on_probation_first or not self._main.keys:
             return self._from_new(is_free) or self._from_main(is_free)

@@ -2,13 +2,11 @@
 
 From ``commit`` on, the bytes are in the agent's memory: the replica may end. Those that are held
 back (``objkv.agent.held_back``) are counted across the fleet, and saved when they are seen a second
-time. No commit and no request waits for that. When a store is overloaded, saves are the first calls
-to stop.
+time. No commit waits for that. When a store is overloaded, saves are the first calls to stop.
 
 Parts that the ranks of a replica hand over are joined. A join is whole or not at all. It begins
-with the part that comes first, and ends with the last, or when a rank drops its part, at its
-deadline, or when the replica has gone. What is known of it then is kept for the parts that are
-still to come: they are not copied.
+with the part that comes first, and ends with the last, when a rank drops its part, at its deadline,
+or when the replica has gone. It is known then until all parts have come: they are not copied.
 """
 
 import logging
@@ -59,8 +57,7 @@ _BATCH: Final = 1000
 JOINS_MAX: Final = 16_384
 """Joins that an agent knows, those that have ended included."""
 _SHARE = 4
-"""Divisor: open joins take at most this fraction of the arena, and payloads that wait to be saved
-lease at most as much."""
+"""Divisor: open joins take at most this share of the arena, and so do saves that wait."""
 Name = tuple[bytes, str]
 """Replica, and path of the payload."""
 
@@ -94,10 +91,8 @@ class _OpenJoin:
     deadline: float
     status: CommitStatus | None = None
     """What further parts are answered; None as long as they are wanted."""
-    request: SaveRequest | None = None
-    """The one of the part that came first."""
-    join: Join | None = None
-    memory: CachedPayload | None = None
+    open: tuple[Join, CachedPayload, SaveRequest] | None = None
+    """With its memory, and the request of the part that came first."""
     seen: int = 0
     """Parts that were handed over or dropped."""
     copying: int = 0
@@ -143,8 +138,8 @@ class Joins:
         header: Header,
         request: SaveRequest,
     ) -> CommitStatus | Joined:
-        """Take a copy of a part. Returns the whole payload if it was the last, or what to answer.
-        ``header``: of the part. Raises ``PayloadError``."""
+        """Copy a part, of ``header``. Returns the whole payload, or an answer. Raises
+        ``PayloadError``."""
         part, path = commit.part, request.path
         assert part is not None
         part.position.check()
@@ -152,21 +147,21 @@ class Joins:
             one = self._find((replica, path), part.number, part.position.parts)
             if one is None:
                 return CommitStatus.DROPPED
-            if one.join is None and one.status is None:
+            if one.open is None and one.status is None:
                 one.status = self._begin(one, header, part, request)
             one.seen += 1
             if one.status is not None:
                 self._forget_seen((replica, path), one)
                 return one.status
-            assert one.join is not None
-            assert one.memory is not None
+            assert one.open is not None
+            join, reserved, _ = one.open
             try:
-                moves = one.join.add(header, part.position)
+                moves = join.add(header, part.position)
             except PayloadError:
                 self._drop(one, "refused")
                 raise
             one.copying += 1
-        memory, fault = self._arena_cache.view(one.memory), "refused"
+        memory, fault = self._arena_cache.view(reserved), "refused"
         try:
             places = [memory[to : to + nbytes] for _, to, nbytes in moves]
             outbox.read_pieces(places, commit.offset + moves[0].source)
@@ -181,33 +176,31 @@ class Joins:
         return self._finish(one) if status is None else status
 
     def _status_of(self, name: Name, one: _OpenJoin) -> CommitStatus | None:
-        """Return what to answer a part that was copied; None if it completes the payload, which is
-        the caller's then."""
+        """Return what to answer a part that was copied; None if it completes the payload."""
         if one.status is not None:
             self._free(one)
             self._forget_seen(name, one)
             return one.status
-        assert one.join is not None
-        if not one.join.is_complete or one.copying:
+        assert one.open is not None
+        if not one.open[0].is_complete or one.copying:
             return CommitStatus.PART
         if self._known.get(name) is one:
             del self._known[name]
         return None
 
-    def _finish(self, one: _OpenJoin) -> CommitStatus | Joined:
-        assert one.join is not None
-        assert one.request is not None
-        assert one.memory is not None
+    def _finish(self, one: _OpenJoin) -> Joined:
+        assert one.open is not None
+        join, memory, request = one.open
         try:
-            header = one.join.finish(self._arena_cache.view(one.memory))
+            header = join.finish(self._arena_cache.view(memory))
         except PayloadError:
             with self._lock:
                 self._drop(one, "refused")
             raise
         with self._lock:
-            self._reserved_bytes -= one.memory.nbytes
+            self._reserved_bytes -= memory.nbytes
         self._recorder.count("joins")
-        return one.request, header, one.memory
+        return request, header, memory
 
     def drop(self, replica: bytes, drop: Drop) -> None:
         """Record that a rank does not hand over its part."""
@@ -215,7 +208,7 @@ class Joins:
             name = replica, drop.path
             if (one := self._find(name, drop.number, drop.parts)) is None:
                 return
-            if one.join is None and one.status is None:
+            if one.open is None and one.status is None:
                 one.status = CommitStatus.DROPPED
             self._drop(one, "rank")
             one.seen += 1
@@ -247,8 +240,7 @@ class Joins:
                 self._drop(self._known.pop(name), "late")
 
     def _find(self, name: Name, number: int, parts: int) -> _OpenJoin | None:
-        """Return the join that a part belongs to; None if a newer one has replaced it, or there are
-        too many."""
+        """Return a part's join; None if a newer one has replaced it, or there are too many."""
         one = self._known.get(name)
         if one is not None and one.number >= number:
             return one if one.number == number else None
@@ -274,7 +266,7 @@ class Joins:
             self._recorder.count("save_drops")
             return CommitStatus.NO_ROOM
         self._reserved_bytes += join.nbytes
-        one.join, one.memory, one.request = join, memory, request
+        one.open = join, memory, request
         return None
 
     def _forget_seen(self, name: Name, one: _OpenJoin) -> None:
@@ -289,15 +281,16 @@ class Joins:
         one.status = CommitStatus.DROPPED
         self._recorder.count("save_drops")
         self._recorder.count(f"joins_dropped_{reason}")
-        if one.memory is not None:
-            self._in_flight.end(one.memory.key)
+        if one.open is not None:
+            self._in_flight.end(one.open[1].key)
         self._free(one)
 
     def _free(self, one: _OpenJoin) -> None:
-        if one.memory is not None and not one.copying:
-            self._reserved_bytes -= one.memory.nbytes
-            self._arena_cache.release(one.memory)
-            one.memory = None
+        if one.open is not None and not one.copying:
+            _, memory, _ = one.open
+            self._reserved_bytes -= memory.nbytes
+            self._arena_cache.release(memory)
+            one.open = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,8 +319,7 @@ class _Save:
 
 
 class NodeSaves:
-    """Thread-safe. ``commit`` copies and verifies in the calling thread, and never waits for a
-    store."""
+    """Thread-safe. ``commit`` copies and verifies in the calling thread."""
 
     def __init__(
         self,
@@ -364,12 +356,8 @@ class NodeSaves:
         )
 
     def commit(self, outbox: ClientOutbox, commit: Commit, replica: bytes = b"") -> CommitStatus:
-        """Take a copy of an uncompressed, unsealed payload, and save it. Of a part of one, take a
-        copy, and save the payload when all parts are there.
-
-        It may change at any time: only the copy is trusted, once it is verified. ``replica``: which
-        of them hands it over.
-        """
+        """Take a copy of an uncompressed, unsealed payload, and save it; of a part, once all are
+        there. The outbox may change at any time: only the copy is trusted, once it is verified."""
         try:
             text = outbox.read(commit.offset, min(commit.nbytes, _HEADER_GUESS))
             if (needed := header_bytes_needed(text)) > len(text):
@@ -394,8 +382,7 @@ class NodeSaves:
             return CommitStatus.REFUSED
 
     def _admit(self, request: SaveRequest, nbytes: int) -> CommitStatus | None:
-        """Decide whether a payload is wanted. Returns None if it is, which ``in_flight`` knows
-        then, or what to answer."""
+        """Begin a payload's save in ``in_flight`` if it is wanted, or return what to answer."""
         path = request.path
         request.was_held_back = path in self._held
         holds_back = self.policy.holds_back(request.claim, nbytes) or not self._limits.may_save
@@ -421,8 +408,7 @@ class NodeSaves:
     def _copy(
         self, request: SaveRequest, header: Header, text: bytes, outbox: ClientOutbox, offset: int
     ) -> CommitStatus:
-        """Copy an admitted payload, verify the copy, and save it. ``text``: what the header was
-        read from. Raises ``PayloadError``."""
+        """Copy, verify and save a payload. ``text``: its header. Raises ``PayloadError``."""
         path = request.path
         known = self._arena_cache.lease_ready(path)
         memory = known or self._arena_cache.reserve(path, header.nbytes)
@@ -452,8 +438,7 @@ class NodeSaves:
         *,
         is_reserved: bool = True,
     ) -> CommitStatus:
-        """Save an admitted payload that is in leased memory, or hold it back. ``is_reserved``: if
-        not, others may find it already."""
+        """Save or hold back a payload. ``is_reserved``: whether no other thread finds it."""
         path, claim, resident, is_new = memory.key, header.claim, memory, False
         if is_reserved:
             shard = claim.key.namespace, claim.key.field
@@ -506,8 +491,7 @@ class NodeSaves:
             self._sighting.put((None,))
 
     def drain(self, seconds: float) -> bool:
-        """Wait for all saves, for at most ``seconds``. Returns whether all have ended. Payloads
-        that were not seen again do not count."""
+        """Wait at most ``seconds`` for all that is due. Returns whether all has ended."""
         end = monotonic() + seconds
         while True:
             self._has_ended.clear()
@@ -523,8 +507,7 @@ class NodeSaves:
                 self._has_ended.wait(min(left_s, _LOOK_S))
 
     def close(self, drain_s: float) -> None:
-        """Drain within the bound, then stop. If a store hangs, its thread keeps its payload until
-        the call ends. Idempotent."""
+        """Drain within the bound, then stop, except for threads in calls that hang. Idempotent."""
         end = monotonic() + drain_s
         self.drain(drain_s)
         self._sighting.close(JOIN_S)
@@ -542,13 +525,11 @@ class NodeSaves:
 
     @property
     def _has_turns(self) -> bool:
-        """Whether another save may wait for a thread."""
         has_room = self._leased_bytes < self._leased_bytes_max
         return has_room and self._pool.waiting < self._limits.queue_max
 
     def _refusal(self) -> CommitStatus:
-        """Return why nothing can be saved now, or ACCEPTED. Of an agent that may only read, nothing
-        is ever to be saved."""
+        """Return why nothing can be saved now, REPEATED if it never can, or ACCEPTED."""
         if not self._limits.may_save:
             return CommitStatus.REPEATED
         if not self._cache.has_room():
@@ -560,7 +541,6 @@ class NodeSaves:
         return CommitStatus.ACCEPTED if self._has_turns else CommitStatus.NO_ROOM
 
     def _count_held_back(self, path: str) -> None:
-        """Have a payload that is held back counted across the fleet."""
         self._recorder.count("agent_held_back")
         if not self._limits.may_save:
             return
@@ -586,7 +566,6 @@ class NodeSaves:
                     self._held.seen_again(path)
 
     def _save_due(self, claim: Claim) -> None:
-        """Save a payload that was held back and then seen again."""
         path = claim.key.path()
         if self._refusal() is CommitStatus.ACCEPTED:
             resident = self._arena_cache.lease_ready(path)
@@ -602,8 +581,7 @@ class NodeSaves:
         self._held.not_saved(path)
 
     def _read_header(self, payload: Buffer) -> Header:
-        """Return the header of a payload whose layers are most probably those of the last one of
-        its shard. Raises ``PayloadError``."""
+        """Return a header, probably of its shard's last layout. Raises ``PayloadError``."""
         if (claim := claim_in(payload)) is None:
             return read_header(payload)
         last = self._core.layouts.last(claim.key.namespace, claim.key.field)
@@ -628,8 +606,7 @@ class NodeSaves:
         self._failure_log.worked()
 
     def _store(self, save: _Save) -> bool:
-        """Save a payload, unless its deadline has passed. Returns False if another process is
-        saving it."""
+        """Save a payload, if it is in time. Returns False if another process is saving it."""
         path = save.resident.key
         if monotonic() >= save.deadline:
             self._recorder.count("save_drops")
@@ -661,7 +638,6 @@ class NodeSaves:
         return True
 
     def _encode(self, save: _Save) -> tuple[memoryview, Header]:
-        """Return the payload in its stored form."""
         payload, header = self._arena_cache.view(save.resident), save.header
         codec, seal = self._codec, self._cache.seal
         if codec == "auto":

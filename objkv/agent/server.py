@@ -60,7 +60,6 @@ _DEADLINE_MS_MAX = 600_000
 _SEND_S = 5.0
 """How long a client may leave an answer unread. Answers fit into its socket's buffer."""
 _HELLO_S = 10.0
-"""How long a client may take to greet."""
 _REFUSAL_S = 1.0
 _PAUSE_S = 1.0
 """After a connection that could not be served, such as without a free descriptor."""
@@ -97,17 +96,17 @@ class AgentSession:
         answers: list[OpenAnswer] = []
         for one in self._core.open(self, wanted, deadline_s=deadline_s, urgency=urgency):
             if isinstance(one, MissReason):
-                answers.append(_missed(one))
+                answers.append(OpenAnswer(CellState.FAILED, one))
                 continue
             number = self._next
             self._next = number % 0xFFFF_FFFF + 1
             assert number not in self.leases
             self.leases[number] = one
+            answer = OpenAnswer(CellState.FILLING, lease=number, cell=one.cell)
             if one.state is CellState.READY:  # the rest is final
                 place = one.layout, number, 0, one.offset, one.nbytes
-                answers.append((CellState.READY, MissReason.NONE, *place))
-            else:
-                answers.append((CellState.FILLING, MissReason.NONE, 0, number, one.cell, 0, 0))
+                answer = OpenAnswer(CellState.READY, MissReason.NONE, *place)
+            answers.append(answer)
         return answers
 
     def end(self, numbers: Sequence[int]) -> None:
@@ -119,8 +118,7 @@ class AgentSession:
             self._core.arena_cache.release(resident)
 
     def end_unused(self) -> None:
-        """Receive nothing more from a client that has no lease. Messages that it has sent are
-        answered."""
+        """Only answer what has come from a client that has no lease."""
         if self.busy.acquire(blocking=False):
             if not self.leases:
                 _shut(self.sock, socket.SHUT_RD)
@@ -152,8 +150,7 @@ class AgentServer:
         *,
         seals: Sequence[str],
     ) -> None:
-        """Closes ``listener``, and none of the others. ``seals``: how the agent's payloads are
-        sealed."""
+        """Closes ``listener``. ``seals``: how the agent's payloads are sealed."""
         self._listener, self._core, self._saves = listener, core, saves
         self._arena, self._lookups, self._calls = arena, lookups, calls
         self.seals = tuple(seals)
@@ -208,8 +205,7 @@ class AgentServer:
         return True
 
     def close(self) -> None:
-        """End all connections. The core must be closed: leased memory could be reused otherwise.
-        Idempotent."""
+        """End all connections. The core must be closed: it would reuse memory. Idempotent."""
         with self._lock:
             self._closed = True
             clients = dict(self._clients)
@@ -331,7 +327,7 @@ class AgentServer:
     def _open(self, client: AgentSession, message: bytes) -> bytes:
         urgency, deadline_ms, wanted = unpack_open_request(message)
         if len(client.leases) + len(wanted) > _LEASES_MAX:
-            return pack_opened([_missed(MissReason.NO_ROOM)] * len(wanted))
+            return pack_opened([OpenAnswer(CellState.FAILED, MissReason.NO_ROOM)] * len(wanted))
         deadline_s = min(deadline_ms, _DEADLINE_MS_MAX) / 1000
         return pack_opened(client.lease(wanted, deadline_s=deadline_s, urgency=urgency))
 
@@ -389,10 +385,6 @@ def _sealed_otherwise(seals: Sequence[str]) -> str:
         "this agent has no keys, but the client's payloads are sealed: set the keys for the agent, "
         "or remove them and seals from the client's settings"
     )
-
-
-def _missed(reason: MissReason) -> OpenAnswer:
-    return CellState.FAILED, reason, 0, 0, 0, 0, 0
 
 
 def _await_end(sock: socket.socket, seconds: float | None) -> None:

@@ -49,13 +49,8 @@ class Spill:
         readers: int,
         recorder: Recorder,
     ) -> None:
-        """Takes over ``disk``.
-
-        Args:
-            seal: seals files as it seals payloads in the stores.
-            readers: threads that may read at once. A disk that hangs keeps them, so it must not be
-                all.
-        """
+        """Takes over ``disk``. ``seal``: seals files as it seals payloads in the stores.
+        ``readers``: threads that may read at once: not all, since a disk that hangs keeps them."""
         self.disk = disk
         self._arena_cache, self._held = arena_cache, arena_cache.held_back
         self._seal, self._recorder = seal, recorder
@@ -89,15 +84,17 @@ class Spill:
         return DiskCopy(nbytes, partial(self._get_into, key))
 
     def read(self, fill: Fill, staging: Staging) -> bool:
-        """Complete a fill of a ``disk_copy``. Return False if the payload has to come from the
-        stores: readers know of no frame then. A file that is not right goes. Raises
-        ``MissError``."""
-        key, is_stored = fill.wanted.claim.key.path(), False
+        """Complete a fill of a ``disk_copy``. Return False if it has to come from the stores:
+        readers know of no frame then. A wrong file goes. Raises ``MissError``."""
+        key = fill.wanted.claim.key.path()
         try:
             with self._breakers.attempt("read", "read"), self._slot():
-                is_stored = fill.run(staging)
-                if not is_stored:
-                    self.forget(key)
+                if fill.run(staging):
+                    self._recorder.count("agent_disk_hits")
+                    self._recorder.count("agent_disk_read_bytes", fill.nbytes)
+                    self.disk.use(key)
+                    return True
+                self.forget(key)
         except LeftAlone:
             self._recorder.count("agent_disk_busy")
         except (PayloadError, ValueTooLong) as exc:
@@ -106,12 +103,6 @@ class Spill:
             self._recorder.count("agent_disk_errors")
             logger.debug("payload not read from disk reason=%s", exc)
             self.forget(key)
-        else:
-            if is_stored:
-                self._recorder.count("agent_disk_hits")
-                self._recorder.count("agent_disk_read_bytes", fill.nbytes)
-                self.disk.use(key)
-                return True
         return False
 
     def forget(self, key: str) -> None:
@@ -126,8 +117,7 @@ class Spill:
         return self._pool.drain(seconds)
 
     def close(self, seconds: float) -> None:
-        """Stop writing and reading, and give the folder to the next agent. Waiting payloads are
-        not written. Idempotent."""
+        """Give the folder to the next agent. Waiting payloads are not written. Idempotent."""
         if self._ended.is_set():
             return
         self._ended.set()
@@ -136,8 +126,6 @@ class Spill:
             self.disk.folder.close()
 
     def _hand_over_held_back(self) -> None:
-        """Tell the next agent which payloads of the disk are nowhere else. They are no longer this
-        one's."""
         kept = self._held.written()
         if not kept or not self.disk.is_loaded:
             return
@@ -150,7 +138,6 @@ class Spill:
             self._held.saved(path)
 
     def _find_held_back(self) -> None:
-        """Find what the last agent held back and left on the disk."""
         for line in self.disk.folder.take_held_back().splitlines():
             claim, record = parse_held_back(line)
             path = claim.key.path()
@@ -199,7 +186,7 @@ class Spill:
             if self._seal is not None:
                 payload, _ = recode(payload, codec="none", seal=self._seal)
             evicted = self.disk.make_room(len(payload))
-            for path in filter(None, evicted):
+            for path in filter(None, evicted):  # they were nowhere else
                 self._arena_cache.note_lost(path)
             is_written = self.disk.write(key, payload)
         finally:
@@ -221,8 +208,7 @@ class Spill:
 
     @contextmanager
     def _slot(self) -> Iterator[None]:
-        """Be one of the threads that read. Raises ``LeftAlone`` if none of them ends in
-        time."""
+        """Be one of the threads that read. Raises ``LeftAlone`` if none of them ends in time."""
         began_s = monotonic()
         seconds = max(0.0, min(_HANGS_S, ends_s() - began_s))
         if not self._slots.acquire(timeout=seconds):

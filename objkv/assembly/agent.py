@@ -6,16 +6,15 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from threading import Lock
 from time import monotonic, time
-from typing import Self
 
 from objkv.agent.answering import NodeCalls, NodeLookups
 from objkv.agent.core import Core, CoreLimits
 from objkv.agent.disk import Disk, DiskFolder
-from objkv.agent.http.api import AgentHttp, HttpSettings
+from objkv.agent.http.api import AgentHttp
 from objkv.agent.http.listener import check_address
 from objkv.agent.http.status import NodeStatus, RecentWarnings, StoreCheck
 from objkv.agent.memory.answers import VOUCH_S, AnswerBoard
@@ -56,9 +55,8 @@ and would wait for Python's usual 5 ms behind threads that fetch."""
 
 
 def _lease_owner(path: Path) -> str:
-    """Return the owner of an agent's leases: the same for one that starts again after a kill, so
-    that it need not wait until they expire. During a replacement two agents have it: a payload that
-    both save is sent twice, and stored once."""
+    """Return the owner of an agent's leases, which a new start need not wait for. During a
+    replacement two agents have it: a payload that both save is sent twice, and stored once."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         # Containers may have the same host name, and the same path in other folders.
@@ -85,15 +83,14 @@ def in_time(check: Callable[[], None]) -> Callable[[], None]:
     return checked
 
 
-class NodeAgent:
-    """An agent that serves a socket until it is closed. A context manager."""
+class NodeAgent(AbstractContextManager["NodeAgent"]):
+    """An agent that serves a socket until it is closed."""
 
     def __init__(
         self, config: Config, path: Path, recorder: MemoryRecorder, *, replace: bool = False
     ) -> None:
-        """``replace``: take over from the agent that serves ``path``, once this one can start.
-        Raises ``AgentRuns`` if another one serves it, ``ConfigError``, and with ``at_start`` strict
-        ``StoreError``."""
+        """``replace``: take over the path once this one can start. Raises ``AgentRuns`` if another
+        one serves it, ``ConfigError``, and with ``at_start`` strict ``StoreError``."""
         self._config, self._path, self._rule = config, path, PutRule.of(config)
         self._failure_log = FailureLog(logger, "connections of new clients")
         self._open(path, recorder, replace)
@@ -116,17 +113,16 @@ class NodeAgent:
         self._warnings = RecentWarnings()
         logging.getLogger("objkv").addHandler(self._warnings)
         self._http: AgentHttp | None = None
-        self._http = self._open_http(path, prefetches)
+        try:
+            self._http = self._open_http(prefetches)
+        except ConfigError as exc:
+            self._socket.report(exc)
+            self.close()
+            raise
         logger.info("agent ready socket=%s arena_bytes=%d", path, self.arena.nbytes)
 
-    def _open_http(self, path: Path, prefetches: Prefetches) -> AgentHttp:
+    def _open_http(self, prefetches: Prefetches) -> AgentHttp:
         config = self._config
-        http_settings = HttpSettings(
-            http_path(path),
-            parse_address(config.agent_listen) if config.agent_listen else None,
-            config.agent_token or "",
-            config.agent_tokenizers,
-        )
         status = NodeStatus(
             self.core,
             self.saves,
@@ -136,12 +132,14 @@ class NodeAgent:
             stores=list(self._store_checks()),
             warnings=self._warnings,
         )
-        try:
-            return AgentHttp(http_settings, prefetches, status)
-        except ConfigError as exc:
-            self._socket.report(exc)
-            self.close()
-            raise
+        return AgentHttp(
+            http_path(self._path),
+            prefetches,
+            status,
+            address=parse_address(config.agent_listen) if config.agent_listen else None,
+            token=config.agent_token or "",
+            tokenizers=config.agent_tokenizers,
+        )
 
     def _store_checks(self) -> Iterator[StoreCheck]:
         urls, backends = self._config.public(), self._backends
@@ -244,8 +242,7 @@ class NodeAgent:
         )
 
     def run(self, ended: Callable[[float], bool], *, idle_s: float | None = None) -> None:
-        """Serve until ``ended``, which waits at most the seconds that it is given, returns True, or
-        no client has been connected for ``idle_s``."""
+        """Serve until ``ended(seconds)``, which waits, is true, or ``idle_s`` without clients."""
         sys.setswitchinterval(_SWITCH_S)
         used = monotonic()
         self._board.vouch(time() + VOUCH_S)
@@ -281,8 +278,8 @@ class NodeAgent:
         return True
 
     def close(self) -> None:
-        """End within the drain deadline: first the socket, so that the next agent can have it, then
-        clients as their leases end, then those that are left, fetches and saves."""
+        """End within the drain deadline: first the socket, for the next agent, then clients as
+        their leases end, then those that are left, fetches and saves."""
         end = monotonic() + self._config.drain_deadline_ms / 1000
         if self._http is not None:
             self._http.close()
@@ -306,26 +303,21 @@ class NodeAgent:
 
     def _log_end(self) -> None:
         numbers, held = self._recorder.read(), self.core.arena_cache.held_back
-        lost, lost_bytes = len(held), held.nbytes
-        if lost:
+        lost = len(held), held.nbytes
+        if lost[0]:
             keeps = "agent_disk_url" if self.core.spill is None else "more agent_disk_bytes"
             logger.warning(
                 "payloads lost that nothing has read again count=%d bytes=%d: set %s to keep them, "
                 "or save_to_bucket to all",
-                lost,
-                lost_bytes,
+                *lost,
                 keeps,
             )
         logger.info(
             "agent ended hits=%d fills=%d disk_hits=%d load_bytes=%d saves=%d save_bytes=%d "
             "evictions=%d unsaved=%d unsaved_bytes=%d",
             *(numbers.get(name, 0) for name in _TOTALS),
-            lost,
-            lost_bytes,
+            *lost,
         )
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

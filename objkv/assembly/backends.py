@@ -45,8 +45,7 @@ class Backends(AbstractContextManager["Backends"]):
     connections, because a lookup must not wait behind a payload."""
     index: WriteIndex
     admin: PruneIndex | None = None
-    """The index itself, on which operators pin, drop and count; None if ``role`` is reader. Closing
-    ``index`` closes it."""
+    """For operators: the index itself, None if ``role`` is reader. Closed by ``index``."""
 
     def close(self) -> None:
         """Close all of them, even if one fails. Idempotent."""
@@ -60,17 +59,10 @@ class Backends(AbstractContextManager["Backends"]):
 
 
 def open_backends(
-    config: Config,
-    recorder: Recorder,
-    *,
-    on_change: OnChange = log_change,
-    of_agent: bool = False,
+    config: Config, recorder: Recorder, *, on_change: OnChange = log_change, of_agent: bool = False
 ) -> Backends:
-    """Open bulk store, index and hot store.
-
-    ``on_change`` is called when a circuit opens or closes. ``of_agent``: for a node agent, which
-    may fetch with processes of its own. Raises ``ConfigError``.
-    """
+    """Open bulk store, index and hot store. ``on_change``: called when a circuit opens or closes.
+    ``of_agent``: whether to fetch with processes of its own. Raises ``ConfigError``."""
     bulk = open_bulk(config, recorder, on_change=on_change, of_agent=of_agent)
     place = _index_place(config)
     guard = _guard("index", config, recorder, on_change)
@@ -84,11 +76,7 @@ def open_backends(
 
 
 def open_bulk(
-    config: Config,
-    recorder: Recorder,
-    *,
-    on_change: OnChange = log_change,
-    of_agent: bool = False,
+    config: Config, recorder: Recorder, *, on_change: OnChange = log_change, of_agent: bool = False
 ) -> PruneStore:
     """Open the bulk store, guarded. ``of_agent``: see ``open_backends``."""
     guard = _guard("bulk", config, recorder, on_change)
@@ -122,8 +110,8 @@ def read_s(config: Config) -> float:
 
 
 def call_s(config: Config) -> float:
-    """Return the maximum seconds for one call of Redis: the time for connecting, plus twice the
-    limit of one reply, for waiting for a connection and for repeating the command."""
+    """Return the maximum seconds for one call of Redis: for connecting, plus twice the limit of one
+    reply, for waiting for a connection and for repeating the command."""
     return CONNECT_FLOOR_S + 2 * read_s(config)
 
 
@@ -135,8 +123,7 @@ def open_index(
 
 
 def read_lifecycle(config: Config) -> LifecycleRules | None:
-    """Return the bucket's lifecycle rules; None if the bulk store is not a bucket whose rules
-    objkv can read. Raises ``StoreError``."""
+    """Return a bucket's lifecycle rules, None if there are none to read. Raises ``StoreError``."""
     place = parse_url("bulk_url", config.bulk_url)
     if place.scheme != "s3" or is_directory_bucket(place.host):
         return None
@@ -147,8 +134,7 @@ def read_lifecycle(config: Config) -> LifecycleRules | None:
 
 
 def describe_index(config: Config) -> ServerFacts | None:
-    """Return version, memory policy and clock of the index's server, or None if it has no server.
-    Raises ``StoreUnavailable``."""
+    """Return the facts of the index's server, if it has one. Raises ``StoreUnavailable``."""
     if not config.index_url.startswith("redis"):
         return None
     from objkv.assembly.redis import describe_server
@@ -157,12 +143,8 @@ def describe_index(config: Config) -> ServerFacts | None:
 
 
 def check_backends(backends: Backends, config: Config) -> None:
-    """Check store and index with one round trip each before a replica uses them, as ``at_start``
-    requires.
-
-    A refusal always raises ``ConfigError``, because the operator can act. An unreachable store or
-    index is a warning, or with ``strict`` a ``StoreError`` that names it.
-    """
+    """Check store and index with one round trip each. A refusal raises ``ConfigError``. One that is
+    unreachable is a warning, or with ``at_start`` strict a ``StoreError`` that names it."""
     if config.role == "sweeper":
         raise ConfigError("role sweeper is not for replicas: set role to writer or reader")
     public = config.public()
@@ -186,8 +168,7 @@ def check_backends(backends: Backends, config: Config) -> None:
 
 
 def within(seconds: float, check: Callable[[], None]) -> None:
-    """Run ``check`` on a thread, and raise ``StoreUnavailable`` if it hangs, e.g. on a file system
-    whose server is gone. The thread is then abandoned."""
+    """Run ``check`` on a thread. If it hangs, abandon it and raise ``StoreUnavailable``."""
     outcome: Future[None] = Future()
 
     def run() -> None:
@@ -211,9 +192,7 @@ def _guard(end: str, config: Config, recorder: Recorder, on_change: OnChange) ->
         INDEX_VERBS if end == "index" else STORE_VERBS,
         recorder,
         Breakers(end, BreakerLimits(enough_s=enough_s), recorder, on_change=on_change),
-        seconds=None
-        if end == "bulk"
-        else call_s(config),  # bulk stores have deadlines of their own
+        seconds=None if end == "bulk" else call_s(config),  # those have deadlines of their own
         may_write=config.role != "reader",
     )
 
@@ -257,13 +236,9 @@ _OF_SWEEPS = (
 
 
 def open_room(config: Config, backends: Backends, recorder: Recorder) -> Quota | None:
-    """Return the check for room that ``quota_bytes`` requires, if any. Reads nothing before its
-    first use.
-
-    A local folder with a local index is walked, so that payloads with expired records count, and is
-    swept when it is full. Other stores are shared: their index has the totals, and their operators
-    sweep them.
-    """
+    """Return the check that ``quota_bytes`` requires. Reads nothing yet. A local folder with a
+    local index is walked, so that payloads with expired records count, and swept when full. Of
+    shared stores the index has the totals, and operators sweep them."""
     if not config.quota_bytes:
         return None
     is_ours = config.bulk_url.startswith("file:") and config.index_url.startswith("sqlite:")

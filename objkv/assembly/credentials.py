@@ -1,8 +1,8 @@
 """Credentials for Redis that expire: tokens of IAM or Entra, from a provider that operators name.
 
 ``redis_credentials`` names a factory, which returns an object with ``get_credentials()``, such as
-redis-py's ``CredentialProvider``. Every login calls it again. It is code of the operator, which may
-raise or block, so it runs on a thread of its own, and a connection waits for it only briefly.
+redis-py's ``CredentialProvider``. Every login calls it. It is code of the operator, which may raise
+or block, so it runs on a thread of its own, and a connection waits for it only briefly.
 """
 
 import os
@@ -24,13 +24,12 @@ from objkv.redact import keep_secret, without_secrets
 WAIT_S = 2.0
 """How long a connection waits for credentials: as long as for one reply of the server."""
 _ABANDON_S, _ABANDON_S_MAX = 60.0, 3600.0
-"""After this, a call that never returned is abandoned together with its thread. The time doubles
-until a call returns, so that a provider that always blocks costs few threads."""
+"""When a call is abandoned together with its thread. The time doubles until a call returns, so that
+a provider that always blocks costs few threads."""
 
 
 class RenewedCredentials(CredentialProvider):
-    """Calls the provider that ``factory`` makes for each login, on a thread that nothing waits for.
-    Thread-safe. Concurrent logins share one call."""
+    """Calls ``factory``'s provider for logins, which share a call, on a thread. Thread-safe."""
 
     def __init__(self, factory: Callable[[], Any], login_s: float, *, name: str) -> None:
         """``login_s``: how long a connection may keep its login."""
@@ -43,8 +42,7 @@ class RenewedCredentials(CredentialProvider):
         self._process = os.getpid()
 
     def get_credentials(self) -> tuple[str] | tuple[str, str]:
-        """Return user and password, or the password alone. Raises ``NoCredentials`` if the
-        provider fails or takes too long."""
+        """Return user and password, or a password, within ``WAIT_S``. Raises ``NoCredentials``."""
         left_s = min(WAIT_S, ends_s() - time.monotonic())
         call = self._current_call()
         try:

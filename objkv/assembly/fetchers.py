@@ -20,8 +20,7 @@ _PROCESSES_MAX = 4
 
 
 def open_s3(config: Config, *, processes: int = 1) -> S3Store:
-    """Open the store of ``bulk_url``, a bucket, in one of so many processes of an agent. Sends
-    nothing yet. Raises ``ConfigError``."""
+    """Open the bucket in one of ``processes``. Sends nothing yet. Raises ``ConfigError``."""
     place = parse_url("bulk_url", config.bulk_url)
     access = open_s3_access(config)
     ranges_max = -(-RANGES_MAX // processes)
@@ -29,8 +28,7 @@ def open_s3(config: Config, *, processes: int = 1) -> S3Store:
 
 
 def process_count(store: S3Store) -> int:
-    """Return how many processes an agent fetches with. Without TLS none are needed: one process
-    moves plain bytes about as fast as memory."""
+    """Return how many processes fetch: 0 without TLS, where one is about as fast as memory."""
     return min(_PROCESSES_MAX, host_cores() // _CORES_EACH) if store.uses_tls else 0
 
 
@@ -48,8 +46,7 @@ def open_s3_of_agent(config: Config, recorder: Recorder) -> PruneStore:
 
 
 def _environment(config: Config) -> dict[str, str]:
-    """Return the settings as an environment in which this objkv is found, also if it was started
-    from its source folder."""
+    """Return the settings as an environment in which this objkv is found, also from source."""
     environ = agent_environment(config)
     places = [str(Path(__file__).parents[2]), environ.get("PYTHONPATH", "")]
     return environ | {"PYTHONPATH": os.pathsep.join(filter(None, places))}

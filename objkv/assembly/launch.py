@@ -21,10 +21,9 @@ from objkv.errors import ConfigError
 logger = logging.getLogger(__name__)
 IDLE_EXIT_S: Final = 600
 """An agent that a replica started ends after this time without clients."""
-_PAUSES_S = "1 2 4 8 16 32 60 60 60 60 60 60"
-"""After each agent that cannot start, or is killed. Then a replica has to ask for another one."""
-_KEEP = 'for pause in %s; do "$@" && break; sleep $pause; done'
-"""Starts agents until one ends in order. They are children of this shell, because process 1 of a
+_KEEP = 'for pause in 1 2 4 8 16 32 60 60 60 60 60 60; do "$@" && break; sleep $pause; done'
+"""Starts agents until one ends in order, with a pause after each that cannot start or is killed.
+Then a replica has to ask for another one. They are children of this shell, because process 1 of a
 container often reaps no others."""
 _LEAVE_NOTHING = '; rm -f "$0".*'
 """The end of the agent of one replica: no other replica uses the name."""
@@ -56,9 +55,8 @@ class AgentSocket:
     """The socket of the one agent that serves a path."""
 
     def __init__(self, path: Path, *, replace: bool = False) -> None:
-        """Nothing listens before ``listen``. ``replace``: take over from the agent that serves the
-        path, and have it end then. The path always has a listening agent meanwhile. Raises
-        ``AgentRuns`` or ``ConfigError``."""
+        """``replace``: have the agent of the path end in ``listen``, so that one listens all the
+        time. Raises ``AgentRuns`` or ``ConfigError``."""
         self._path, self._replaces = path, replace
         self._locks: list[int] = []
         self.listener = new_socket()
@@ -83,8 +81,7 @@ class AgentSocket:
         return agent_at(self._path) if self._replaces else 0
 
     def listen(self) -> None:
-        """Have the path, and listen. Raises ``AgentRuns`` if the replaced agent does not end, or
-        ``ConfigError`` if nothing can listen there."""
+        """Have the path, and listen. Raises ``AgentRuns`` or ``ConfigError``."""
         before = self.replaced
         if self._replaces and before <= 0:  # one that this process cannot end has to end first
             self._locks.append(self._take(f"{self._path}.lock", _REPLACE_S))
@@ -98,11 +95,10 @@ class AgentSocket:
             self._replaces = False  # from now on it may be replaced itself
 
     def restore(self) -> socket.socket | None:
-        """Listen at the path again if something has removed it, such as a job that cleans folders,
-        and take its lock again; keep the lock from looking old to such a job. Returns the new
-        listener, or None if the path is as it was. The old one still has to be closed. Raises
-        ``AgentRuns`` if the path is another agent's now, and ``ConfigError`` or ``OSError`` if
-        nothing can listen there, which may be tried again."""
+        """Listen at the path again if a job that cleans folders has removed it, and relock; keep
+        the lock from looking old. Returns a new listener, None if all is as it was; the caller
+        closes the old one. Raises ``AgentRuns`` if the path is another agent's now, and
+        ``ConfigError`` or ``OSError`` if nothing can listen there for now."""
         try:
             if self._path.lstat().st_ino != self._inode:
                 raise AgentRuns(self._why_taken())
@@ -139,8 +135,7 @@ class AgentSocket:
             os.close(self._locks.pop())
 
     def _listen(self, listener: socket.socket) -> None:
-        """Listen, and have the path, also if it is the name of a socket already. Raises
-        ``ConfigError``, and closes ``listener`` then."""
+        """Listen, also if the path exists, or close ``listener``. Raises ``ConfigError``."""
         made = Path(f"{self._path}.{'next' if self._replaces else 'new'}")
         try:
             made.unlink(missing_ok=True)
@@ -168,8 +163,7 @@ class AgentSocket:
         return f"another agent serves {self._path}: use it, or replace it with --replace"
 
     def _take(self, name: str, seconds: float = 0.0) -> int:
-        """Return a descriptor that holds a lock. Raises ``AgentRuns`` if another process has it for
-        ``seconds``, and ``ConfigError``."""
+        """Return a locked descriptor. Raises ``AgentRuns`` and ``ConfigError``."""
         try:
             lock = os.open(name, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError as exc:
@@ -194,8 +188,7 @@ def new_socket() -> socket.socket:
 
 
 def agent_at(path: Path) -> int:
-    """Return the process that listens at ``path``; 0 if there is none, or if it is in a container
-    of its own."""
+    """Return the process that listens at ``path``; 0 if there is none, or in another container."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.settimeout(1.0)
         try:
@@ -207,13 +200,12 @@ def agent_at(path: Path) -> int:
 
 
 def start_agent(path: Path, environ: Mapping[str, str], idle_s: int) -> None:
-    """Start an agent that outlives this process, unless one listens, or a process of the node has
-    started one that has not ended, or will be tried again. Does not wait for it. ``path``: of
-    ``replica_socket``. Its log is next to its socket. Raises ``ConfigError``."""
+    """Start an agent that outlives this process, unless one listens, or was started and has not
+    ended for good. ``path``: of ``replica_socket``, next to its log. Raises ``ConfigError``."""
     if is_listening(path):
         return
     command = ["agent", "--socket", str(path), "--idle-exit", f"{idle_s}s"]
-    script = f"({_KEEP % _PAUSES_S}{_LEAVE_NOTHING if is_private(path) else ''}) &"
+    script = f"({_KEEP}{_LEAVE_NOTHING if is_private(path) else ''}) &"
     try:
         with open_private(path.parent) as folder, ExitStack() as opened, _all_cores():
 
@@ -252,8 +244,8 @@ def start_agent(path: Path, environ: Mapping[str, str], idle_s: int) -> None:
 
 @contextmanager
 def _all_cores() -> Iterator[None]:
-    """Let processes that this thread starts run on all cores that the container allows. Workers are
-    often bound to a few of them, where an agent would compete with the model."""
+    """Let processes that this thread starts run on all cores of the container. Workers are often
+    bound to a few of them, where an agent would compete with the model."""
     own = os.sched_getaffinity(0)
     with suppress(OSError):  # a sandbox may forbid it
         os.sched_setaffinity(0, range(_CPUS_MAX))

@@ -34,8 +34,7 @@ class Replica:
 
 
 class AgentLink:
-    """Connects a process of a replica to its agent, and starts one unless the settings name its
-    socket. Thread-safe."""
+    """Connects to the agent, and starts one unless the settings name its socket. Thread-safe."""
 
     def __init__(self, config: Config, replica: Replica) -> None:
         """Does not wait."""
@@ -43,19 +42,17 @@ class AgentLink:
         self._starts = config.agent in ("auto", "private")
         self._start_at = -math.inf
         self.calls = AgentCalls(self.connect)
-        """Lookups and records."""
 
     def shown(self) -> str:
-        """Return the agent's socket and, if it is started with this replica's settings, its
-        stores. Without secrets."""
+        """Return the agent's socket, and the stores of one that is started. Without secrets."""
         place = f"unix://{replica_socket(self._config, self._replica.engine_id)}"
         public = self._config.public()
-        stores = f" bulk={public['bulk_url']} index={public['index_url']}"
-        return f"{place}{stores if self._starts else ''}"
+        stores = " bulk={bulk_url} index={index_url}".format_map(public) if self._starts else ""
+        return place + stores
 
     def connect(self, *, wants_arena: bool = False, outbox: int = -1) -> AgentConnection:
-        """Return a new connection. Raises ``TransferError`` if no agent answers, and has then tried
-        to start one for the next attempt, in a folder that is checked each time."""
+        """Return a new connection. If no agent answers, tries to start one for the next attempt, in
+        a folder that is checked each time, and raises ``TransferError``."""
         try:
             path = replica_socket(self._config, self._replica.engine_id)
             try:
@@ -75,9 +72,8 @@ class AgentLink:
             raise TransferError(str(exc)) from exc
 
     def await_agent(self, seconds: float = _START_S) -> bool:
-        """Wait until an agent that this replica starts answers, for at most ``seconds``. Returns
-        whether one does, and logs it if not: until one does, the replica caches nothing. Raises
-        ``ConfigError`` if ``at_start`` is strict."""
+        """Wait at most ``seconds`` for an agent that this replica starts. Without one, which it
+        returns and logs, nothing is cached. Raises ``ConfigError`` if ``at_start`` is strict."""
         end = monotonic() + seconds
         while True:
             try:
@@ -101,8 +97,7 @@ class AgentLink:
         return failure_of(replica_socket(self._config, self._replica.engine_id))
 
     def _start(self, path: Path) -> None:
-        """Start an agent if that is this replica's task and it has not just done so. Raises
-        ``ConfigError``."""
+        """Start an agent if it is due, and none was just started. Raises ``ConfigError``."""
         now = monotonic()
         if now < self._start_at:
             return

@@ -32,9 +32,8 @@ from objkv.net.resp import DeadlinePool, keep_deadlines
 
 
 class ClearConnection(redis.Connection):
-    """A connection without TLS to a server on this machine. The settings check the host of
-    ``index_url``. Hosts that a cluster or a Sentinel reports later are checked here, before a
-    password is sent to them."""
+    """A connection without TLS to a server on this machine. The settings check ``index_url``. Hosts
+    that a cluster or a Sentinel reports are checked here, before a password is sent to them."""
 
     def _connect(self) -> Any:
         if not is_this_machine(str(self.host)):
@@ -55,19 +54,16 @@ CLIENT_NAME = "objkv"
 HEALTH_CHECK_S = 30
 """A connection that was idle for longer is tested with PING before it carries a command."""
 RETRIES = 1
-"""Enough for a connection that the server closed meanwhile; the breaker handles a server that stays
-unreachable."""
+"""Enough for a connection that the server closed; the breaker handles longer faults."""
 CLUSTER_RETRIES = 3
 """Each retry rereads the topology; enough to follow a completed fail-over."""
 _CONNECTIONS_MIN = 16
-"""Connections of each of the two clients at most, unless there are more threads that load: a
-lookup holds one for a millisecond."""
+"""Of each of the two clients, or as many as threads that load: a lookup takes a millisecond."""
 _PORTS = {"redis": 6379, "cluster": 6379, "sentinel": 26379}
 
 
 def connect_redis(config: Config) -> Client:
-    """Return a client of ``index_url`` that returns bytes; the caller closes it. Raises
-    ``ConfigError`` for an unusable TLS file."""
+    """Return a client that returns bytes; the caller closes it. Raises ``ConfigError``."""
     place = parse_url("index_url", config.index_url)
     kind = place.scheme.partition("+")[2] or "redis"
     hosts = [(host, port or _PORTS[kind]) for host, port in place.hosts]
@@ -91,9 +87,9 @@ def connect_redis(config: Config) -> Client:
 def _options(place: Url, config: Config) -> dict[str, Any]:
     """Return the options of every connection.
 
-    The time-outs have floors above a lookup's deadline. The lookup's caller enforces the deadline,
-    while a socket that times out is closed, and a new one with TLS costs more than the late reply.
-    The time-outs only limit how long a dead server blocks.
+    The time-outs only limit how long a dead server blocks, with floors above a lookup's deadline:
+    its caller enforces that. A socket that times out is closed, and a new one with TLS costs more
+    than the late reply.
     """
     deadline_s = config.lookup_deadline_ms / 1000
     read_s = backends.read_s(config)
@@ -152,14 +148,10 @@ def _tls_options(place: Url, config: Config) -> dict[str, Any]:
 def _sentinel(
     place: Url, hosts: list[tuple[str, int]], options: dict[str, Any], config: Config
 ) -> redis.Redis:
-    timeouts = ("socket_connect_timeout", "socket_timeout", "socket_keepalive")
+    # The default of "retry" waits for seconds.
+    names = ("socket_connect_timeout", "socket_timeout", "socket_keepalive", "retry")
     # Sentinels have their own users, so they do not receive the name and password for Redis.
-    shared = {
-        name: value
-        for name, value in options.items()
-        if name in timeouts or name.startswith("ssl_")
-    }
-    shared["retry"] = options["retry"]  # by default it waits for seconds before a retry
+    shared = {n: value for n, value in options.items() if n in names or n.startswith("ssl_")}
     shared |= {"username": config.sentinel_username, "password": config.sentinel_password}
     sentinel = _Sentinels(  # type: ignore[no-untyped-call]  # its base class is
         hosts, sentinel_kwargs={"ssl": place.is_tls, **shared}
@@ -196,8 +188,7 @@ class _Sentinels(Sentinel):
 
 
 class _SentinelPool(SentinelConnectionPool, redis.BlockingConnectionPool):
-    """Follows the primary that Sentinel reports, and waits for a free connection instead of
-    failing."""
+    """Follows the primary, and waits for a free connection instead of failing."""
 
 
 def _cluster(
@@ -219,8 +210,7 @@ def _cluster(
 
 
 class _LazyCluster:
-    """Opens its ``RedisCluster`` on first use, because the constructor of ``RedisCluster`` queries
-    the cluster's topology."""
+    """Opens its ``RedisCluster`` on first use: its constructor queries the cluster."""
 
     def __init__(self, opened: Callable[[], redis.RedisCluster]) -> None:
         self._open = opened
@@ -250,10 +240,8 @@ class _LazyCluster:
 
 
 def describe_server(config: Config) -> ServerFacts:
-    """Return version, memory policy and clock of the server, for ``doctor``.
-
-    Opens a separate connection. Describes one node of a cluster. Raises ``StoreUnavailable``; the
-    facts list commands that the ACL denies.
+    """Return version, memory policy and clock of the server, or of one node of a cluster, by a
+    connection of its own. Raises ``StoreUnavailable``; the facts list commands that the ACL denies.
     """
     client = connect_redis(config)
     try:

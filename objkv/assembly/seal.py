@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _COMMAND_S = 10.0
-"""How long a command that prints keys may take: a vault answers in one second, and the start of a
-process waits."""
+"""How long the start of a process waits for a command: a vault answers in one second."""
 
 
 def open_seal(
@@ -127,8 +126,7 @@ def _refuse_shared(name: str, found: os.stat_result) -> None:
 
 
 def _run(name: str, command: str) -> str:
-    """Return the command's output. It runs without a shell. Raises ``ConfigError``, which contains
-    none of the output."""
+    """Return the output of a command, run without a shell. Raises ``ConfigError`` without it."""
     try:
         words = shlex.split(command)
     except ValueError as exc:

@@ -40,12 +40,11 @@ def waiting_of(saves: NodeSaves) -> int:
 
 def covers_once(extents: Extents) -> bool:
     """Whether gaps and extents cover everything once."""
-    with extents._lock:
-        pieces = sorted([*extents._free, *extents._taken.items()])
-        touching = all(a[1] == b[0] for a, b in pairwise(pieces))
-        covers = (pieces[0][0], pieces[-1][1]) == (extents._start, extents._end)
-        free = sum(end - start for start, end in extents._free)
-        return touching and covers and free == extents.free_bytes
+    pieces = sorted([*extents._free, *extents._taken.items()])
+    touching = all(a[1] == b[0] for a, b in pairwise(pieces))
+    covers = pieces[-1][1] - pieces[0][0] == extents.total_bytes
+    free = sum(end - start for start, end in extents._free)
+    return touching and covers and free == extents.free_bytes
 
 
 def is_consistent(cache: ArenaCache) -> bool:

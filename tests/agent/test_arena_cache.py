@@ -256,7 +256,7 @@ def arena() -> Iterator[Arena]:
 
 
 def opened(arena_cache: ArenaCache, key: str) -> tuple[CachedPayload, bool]:
-    found = arena_cache.open(key, NO_ORIGIN, None)
+    found = arena_cache.open(key, NO_ORIGIN, Sleeper())
     assert not isinstance(found, MissReason)
     return found
 
@@ -296,7 +296,7 @@ def test_only_payloads_that_somebody_may_wait_for_need_a_cell(
     again = opened(arena_cache, "b")
     assert (again[0].cell, again[1]) == (-1, False)
     leased, filling = filled(arena_cache, "e"), opened(arena_cache, "f")
-    more = arena_cache.open("g", NO_ORIGIN, None)
+    more = arena_cache.open("g", NO_ORIGIN, Sleeper())
     assert more is MissReason.NO_ROOM, "e has been leased since it was filled"
     assert opened(arena_cache, "f") == (filling[0], False)
     arena_cache.release(leased)

@@ -28,7 +28,7 @@ from objkv.stores.processes import _shared_memory
 from tests.agent.consistency import is_consistent, paths_of
 from tests.agent.test_core import settled
 from tests.agent.test_server import ask_for, greeted
-from tests.agent.world import PATIENCE_S, Node, ended, gated, opened, payloads
+from tests.agent.world import PATIENCE_S, Node, Sleeper, ended, gated, opened, payloads
 from tests.support.agents import AgentProcess
 from tests.support.mappings import is_private
 from tests.support.samples import NAMESPACE
@@ -44,9 +44,7 @@ def test_prefetches_at_the_same_moment_stay_within_their_share(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted, gate = node.save(list(range(700, 700 + 16 * 8))), gated(node)
-    monkeypatch.setattr(
-        type(node.arena_cache), "total_bytes", 4 * 4 * wanted[0].record.raw_bytes, raising=True
-    )
+    node.arena_cache.ahead_bytes_max = 4 * wanted[0].record.raw_bytes
     prefetches = Prefetches(node.core, node.index, node.store)
     halves = [[one.claim.key.prefix_hash for one in part] for part in (wanted[:4], wanted[4:])]
     reached, reserve = threading.Barrier(2), prefetches._reserve
@@ -119,7 +117,7 @@ def test_a_reader_that_comes_while_a_fill_is_given_up_is_not_late(
     left = node.connect()
     opened(left, wanted[2:])
     left.close()
-    wait_until(lambda: node.server is not None and node.server.clients == 2)
+    wait_until(lambda: node.server.clients == 2)
     came: list[CachedPayload] = []
     cancel = node.arena_cache.cancel_fill
 
@@ -152,7 +150,7 @@ def test_a_record_of_another_length_is_a_miss_and_takes_no_memory(
 def test_a_save_of_a_payload_that_is_resident_with_another_claim_is_refused(node: Node) -> None:
     made = payloads()
     other = read_header(made[1]).claim.key.path()
-    found = node.arena_cache.open(other, NO_ORIGIN, None)  # as if of another claim
+    found = node.arena_cache.open(other, NO_ORIGIN, Sleeper())  # as if of another claim
     assert not isinstance(found, MissReason)
     assert node.arena_cache.allocate(found[0], len(made[1])) is not None
     node.arena_cache.ready(found[0], 2)
@@ -210,7 +208,7 @@ def test_a_message_without_a_byte_ends_no_lease(node: Node) -> None:
 def test_descriptors_that_are_sent_and_not_wanted_are_closed(node: Node) -> None:
     folder = Path("/proc/self/fd")
     greeted(node).close()
-    wait_until(lambda: node.server is not None and not node.server.clients)
+    wait_until(lambda: not node.server.clients)
     before = len(list(folder.iterdir()))
 
     for number in (1, 3):
@@ -223,7 +221,7 @@ def test_descriptors_that_are_sent_and_not_wanted_are_closed(node: Node) -> None
         for fd in given:
             os.close(fd)
         sock.close()
-    wait_until(lambda: node.server is not None and not node.server.clients)
+    wait_until(lambda: not node.server.clients)
     wait_until(lambda: len(list(folder.iterdir())) <= before)
 
 

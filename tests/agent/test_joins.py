@@ -420,7 +420,7 @@ def ranks(node: Node) -> Iterator[Callable[[str], Rank]]:
     yield rank
     for one in made:
         one.close()
-    wait_until(lambda: node.server is not None and not node.server.clients)
+    wait_until(lambda: not node.server.clients)
 
 
 def test_with_the_last_connection_of_a_replica_its_parts_go(
@@ -429,9 +429,8 @@ def test_with_the_last_connection_of_a_replica_its_parts_go(
     a, b, stranger = ranks("engine-1"), ranks("engine-1"), ranks("engine-2")
     assert a.commit(PIECES[0]) is PART
     assert stranger.commit(pieces_of(1)[0]) is PART
-    assert node.server is not None
     a.close()
-    wait_until(lambda: node.server is not None and node.server.clients == 2)
+    wait_until(lambda: node.server.clients == 2)
     assert node.arena_cache.leased() == 2, "another rank of it may still come"
     assert b.commit(PIECES[1]) is PART
     b.close()

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from objkv.agent import fill as module
-from objkv.agent.client import AgentConnection
+from objkv.agent.client import AgentConnection, ArenaLease
 from objkv.agent.fill import UNKNOWN, KnownLayouts, PayloadRequest
 from objkv.agent.memory.arena import CellState
 from objkv.agent.messages import Claims, Commit, CommitStatus, MissReason, SavedPart, Urgency
-from objkv.codec.payload import LayerSpec, read_header
+from objkv.codec.payload import Claim, LayerSpec, read_header
 from tests.agent.consistency import keeps_promises
 from tests.agent.world import (
     PATIENCE_S,
@@ -75,18 +75,24 @@ def make() -> Iterator[Callable[..., Node]]:
         yield make
 
 
+def opened_as(client: AgentConnection, claim: Claim) -> ArenaLease:
+    wanted = Claims.of([claim])
+    (lease,) = client.open(wanted, deadline_s=PATIENCE_S, urgency=Urgency.IN_STEP)
+    return lease
+
+
 def layouts_of(client: AgentConnection, wanted: list[PayloadRequest]) -> list[int]:
     """The layouts of payloads, once from the board and once from the answer."""
     leases = opened(client, wanted)
     found = [ended(client, lease) for lease in leases]
     assert {one.state for one in found} == {CellState.READY}
     again = client.open(claims_of(wanted), deadline_s=PATIENCE_S, urgency=Urgency.IN_STEP)
-    assert set(again.states) == {CellState.READY}
-    assert list(again.layouts) == [one.layout for one in found]
+    assert {lease.progress.state for lease in again} == {CellState.READY}
+    assert [lease.progress.layout for lease in again] == [one.layout for one in found]
     for progress, one in zip(found, wanted, strict=True):
         view = client.arena.view[progress.offset : progress.offset + progress.nbytes]
         assert read_header(view).claim == one.claim
-    client.release([*(lease.number for lease in leases), *again.leases])
+    client.release([lease.number for lease in (*leases, *again)])
     return [one.layout for one in found]
 
 
@@ -99,9 +105,8 @@ def test_payloads_that_were_handed_over_have_the_layout_of_those_that_are_fetche
     assert layouts_of(client, [first]) == [1]
     made = payloads()[1]
     assert node.commit_one(made) is CommitStatus.HELD_BACK
-    claim = read_header(made).claim
-    answer = client.open(Claims.of([claim]), deadline_s=PATIENCE_S, urgency=Urgency.IN_STEP)
-    assert (answer.states, answer.layouts) == ((CellState.READY,), (1,))
+    answer = opened_as(client, read_header(made).claim)
+    assert (answer.progress.state, answer.progress.layout) == (CellState.READY, 1)
 
 
 def test_a_joined_payload_has_a_layout(make: Callable[..., Node]) -> None:
@@ -112,12 +117,8 @@ def test_a_joined_payload_has_a_layout(make: Callable[..., Node]) -> None:
             commit = Commit(0, len(piece.payload), part=SavedPart(1, piece.position))
             status = node.saves.commit(outbox, commit, b"one")
     assert status is CommitStatus.ACCEPTED
-    answer = node.connect().open(
-        Claims.of([read_header(payloads()[0]).claim]),
-        deadline_s=PATIENCE_S,
-        urgency=Urgency.IN_STEP,
-    )
-    assert (answer.states, answer.layouts) == ((CellState.READY,), (1,))
+    answer = opened_as(node.connect(), read_header(payloads()[0]).claim)
+    assert (answer.progress.state, answer.progress.layout) == (CellState.READY, 1)
     assert keeps_promises(node.arena_cache)
 
 
@@ -125,10 +126,9 @@ OTHERS = [{"parent_hash": bytes(20)}, {"token_start": 1}, {"token_end": 10**6}]
 
 
 def is_refused(client: AgentConnection, wanted: PayloadRequest, change: dict[str, Any]) -> None:
-    other = Claims.of([replace(wanted.claim, **change)])
-    answer = client.open(other, deadline_s=PATIENCE_S, urgency=Urgency.IN_STEP)
-    assert (answer.states, answer.reasons) == ((CellState.FAILED,), (MissReason.CORRUPT,))
-    assert (answer.leases, answer.offsets) == ((0,), (0,))
+    answer = opened_as(client, replace(wanted.claim, **change))
+    assert (answer.progress.state, answer.progress.reason) == (CellState.FAILED, MissReason.CORRUPT)
+    assert (answer.number, answer.progress.offset) == (0, 0)
 
 
 @pytest.mark.parametrize("change", OTHERS, ids=["parent", "start", "end"])

@@ -134,7 +134,7 @@ def test_questions_in_flight_fail_with_the_agent_and_later_ones_ask_the_next(
 ) -> None:
     assert replica.ask("r", [b"x" * 20]) is None
     wait_until(lambda: bool(replica.hanging))
-    for client in list(replica.node.server._clients):  # type: ignore[union-attr]
+    for client in list(replica.node.server._clients):
         client.sock.shutdown(2)
     assert replica.find("r", [b"x" * 20]) == [False]
     assert replica.recorder.value("lookup_errors") == 1

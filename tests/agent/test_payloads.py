@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 
-from objkv.agent import client
-from objkv.agent.client import AgentConnection, ArenaLease, leases_of
+from objkv.agent.client import AgentConnection
 from objkv.agent.fill import PayloadRequest
-from objkv.agent.memory.arena import ProgressBoard
-from objkv.agent.messages import Commit, CommitStatus, Opened
+from objkv.agent.messages import Commit, CommitStatus
 from objkv.agent.payloads import (
     PayloadReader,
     PayloadTransfer,
@@ -153,17 +151,17 @@ def test_a_payload_where_another_one_should_be_is_corrupt(
     one, other, _ = node.save()
     with reading(node.connect) as reader:
         assert outcomes(reader, Read(one), Read(other)) == [ReadOutcome.READ] * 2
-        monkeypatch.setattr(client, "leases_of", swapped)
+        begin = AgentConnection.open
+
+        def swapped(*given: Any, **more: Any) -> Any:
+            first, second = begin(*given, **more)
+            return [
+                first._replace(progress=second.progress),
+                second._replace(progress=first.progress),
+            ]
+
+        monkeypatch.setattr(AgentConnection, "open", swapped)
         assert outcomes(reader, Read(one), Read(other)) == [ReadOutcome.CORRUPT] * 2
-
-
-def swapped(opened: Opened, board: ProgressBoard) -> list[ArenaLease]:
-    """Leases with each other's progress."""
-    found = leases_of(opened, board)
-    return [
-        lease._replace(progress=other.progress)
-        for lease, other in zip(found, reversed(found), strict=True)
-    ]
 
 
 def test_what_comes_too_late_or_is_not_needed_any_more_ends(node: Node) -> None:
@@ -208,7 +206,7 @@ def test_an_agent_that_ends_fails_what_is_open_and_not_what_an_end_of_a_read_ask
         reader.read([read])
         wait_until(lambda: nodes[0].arena_cache.leased() == 1)
         nodes.append(Node(store=nodes[0].store, index=nodes[0].index).listen())
-        nodes[0].server.close()  # type: ignore[union-attr]
+        nodes[0].server.close()
         assert read.outcome is ReadOutcome.FAILED
         gate.set()
         assert then.outcome is ReadOutcome.READ
@@ -371,7 +369,7 @@ def test_writes_without_an_agent_are_dropped_until_there_is_one(node: Node) -> N
         agents.append(node)
         clock.advance(1.0)
         assert written(writer, Write()) == [WriteOutcome.ACCEPTED]
-        node.server.close()  # type: ignore[union-attr]
+        node.server.close()
         agents.append(Node().listen())
         assert written(writer, Write(1)) == [WriteOutcome.ACCEPTED]
     late = Write()

@@ -43,7 +43,6 @@ class Old:
     """An agent that drains on a thread of its own."""
 
     def __init__(self, node: Node, seconds: float = PATIENCE_S) -> None:
-        assert node.server is not None
         self.node, self.server = node, node.server
         self.server.stop_accepting()
         node.core.drain()

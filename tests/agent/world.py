@@ -18,11 +18,11 @@ import numpy as np
 
 from objkv.agent.answering import NodeCalls, NodeLookups
 from objkv.agent.arena_cache import CachedPayload
-from objkv.agent.client import AgentConnection, ArenaLease, leases_of
+from objkv.agent.client import AgentConnection, ArenaLease
 from objkv.agent.core import Core, CoreLimits
 from objkv.agent.disk import Disk
 from objkv.agent.fill import PayloadRequest
-from objkv.agent.http.api import AgentHttp, HttpSettings
+from objkv.agent.http.api import AgentHttp
 from objkv.agent.http.status import NodeStatus, RecentWarnings, StoreCheck
 from objkv.agent.memory.answers import AnswerBoard
 from objkv.agent.memory.arena import Arena, CellState, Progress
@@ -139,9 +139,14 @@ class Node:
         self.folder = Path(tempfile.mkdtemp(prefix="objkv-", dir="/tmp"))
         self.path = path or self.folder / "s"
         self.http = Path(f"{self.path}.http")
-        self.server: AgentServer | None = None
+        self._server: AgentServer | None = None
         self.warnings = RecentWarnings()
         self.clients: list[AgentConnection] = []
+
+    @property
+    def server(self) -> AgentServer:
+        assert self._server is not None
+        return self._server
 
     def listen(self) -> "Node":
         """Serve the socket."""
@@ -150,7 +155,7 @@ class Node:
         listener.listen(64)
         prefetches = Prefetches(self.core, self.index, self.store)
         calls = NodeCalls(self.index, self.store, prefetches, self.saves.policy, ttl_s=3600)
-        self.server = AgentServer(
+        self._server = AgentServer(
             listener, self.core, self.saves, self.arena, self.lookups, calls, seals=self.seals
         )
         return self
@@ -203,8 +208,8 @@ class Node:
         self.core.close(PATIENCE_S)
         for client in self.clients:
             client.close()
-        if self.server is not None:
-            self.server.close()
+        if self._server is not None:
+            self._server.close()
         self.lookups.board.close()
         self.saves.close(PATIENCE_S)
         if self.arena.view:
@@ -292,7 +297,7 @@ def serving(node: Node, **places: Any) -> Iterator[AgentHttp]:
         ],
         warnings=node.warnings,
     )
-    server = AgentHttp(HttpSettings(node.http, **places), prefetches, status)
+    server = AgentHttp(node.http, prefetches, status, **places)
     try:
         yield server
     finally:
@@ -319,8 +324,7 @@ def ended(client: AgentConnection, lease: ArenaLease) -> Progress:
 def opened(client: AgentConnection, wanted: Sequence[PayloadRequest]) -> list[ArenaLease]:
     """Leases of payloads."""
     claims = claims_of(wanted)
-    answer = client.open(claims, deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS)
-    return leases_of(answer, client.arena.board)
+    return client.open(claims, deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS)
 
 
 def loaded(client: AgentConnection, wanted: Sequence[PayloadRequest]) -> list[Progress]:

@@ -49,7 +49,7 @@ def hold(path: str, message: str) -> None:
     print("connected", flush=True)
     while True:
         opened = agent.open(opening.wanted, deadline_s=60.0, urgency=Urgency.BETWEEN_STEPS)
-        agent.release([lease for lease in opened.leases[1:] if lease])
+        agent.release([lease.number for lease in opened[1:] if lease.number])
 
 
 def commit(path: str, batch: int) -> None:

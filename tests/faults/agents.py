@@ -9,7 +9,7 @@ from http.client import HTTPException
 from pathlib import Path
 from threading import Event
 
-from objkv.agent.client import AgentConnection, ArenaLease, leases_of
+from objkv.agent.client import AgentConnection, ArenaLease
 from objkv.agent.memory.arena import CellState
 from objkv.agent.messages import Claims, Urgency
 from objkv.assembly.backends import open_bulk
@@ -269,8 +269,7 @@ def _claim(key: ChunkKey, parent_hash: bytes, number: int) -> Claim:
 
 
 def _opened(client: AgentConnection, wanted: list[Claim]) -> list[ArenaLease]:
-    answer = client.open(Claims.of(wanted), deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS)
-    leases = leases_of(answer, client.arena.board)
+    leases = client.open(Claims.of(wanted), deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS)
     for lease in leases:
         _state(client, lease.cell)
     return leases

@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 
 from objkv.agent import messages as m
-from objkv.agent.client import AgentConnection, leases_of
+from objkv.agent.client import AgentConnection
 from objkv.agent.memory.answers import AnswerBoard, LookupScope
 from objkv.agent.memory.arena import CellState
 from objkv.agent.messages import MissReason, Urgency
@@ -103,8 +103,8 @@ def _answer(shards: Sequence[ShardRecords | None], fields: tuple[str, ...]) -> b
 
 
 ANSWERS = [
-    m.pack_opened([(CellState.READY, MissReason.NONE, 3, 1, 0, 4096, 512)] * 2),
-    m.pack_opened([(CellState.FAILED, MissReason.LATE, 0, 0, 0, 0, 0)] * 2),
+    m.pack_opened([m.OpenAnswer(CellState.READY, MissReason.NONE, 3, 1, 0, 4096, 512)] * 2),
+    m.pack_opened([m.OpenAnswer(CellState.FAILED, MissReason.LATE)] * 2),
     _answer(_SHARDS[:2], FIELDS[:1]),
     _answer(_SHARDS[1:], FIELDS),
     m.pack_committed([m.CommitStatus.ACCEPTED, m.CommitStatus.DROPPED]),
@@ -144,7 +144,7 @@ def _again(message: bytes) -> None:
         require(m.pack_committed(statuses) == message, "another status")
     elif kind is m.MessageKind.OPENED:
         opened = m.unpack_opened(message, 2)
-        require(m.pack_opened(zip(*opened, strict=True)) == message, "other answers")
+        require(m.pack_opened(opened) == message, "other answers")
     elif kind is m.MessageKind.FOUND:
         _found(message)
     else:
@@ -198,7 +198,7 @@ class _Agent:
 
     def talk(self, messages: list[bytes]) -> str:
         server = self.node.server
-        require(server is not None and server.is_accepting, "nobody accepts")
+        require(server.is_accepting, "nobody accepts")
         self.node.cache.in_flight.forget(_JOINED.path())  # it is wanted again
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
             sock.settimeout(_PATIENCE_S)
@@ -227,8 +227,7 @@ class _Agent:
 
     def _read(self) -> None:
         wanted = m.Claims.of(WANTED)
-        opened = self.client.open(wanted, deadline_s=_PATIENCE_S, urgency=Urgency.IN_STEP)
-        leases = leases_of(opened, self.client.arena.board)
+        leases = self.client.open(wanted, deadline_s=_PATIENCE_S, urgency=Urgency.IN_STEP)
         for lease in leases:
             progress = ended(self.client, lease)
             if progress.state is CellState.READY:  # others may have rejected or forgotten it
@@ -239,7 +238,6 @@ class _Agent:
         """All is well, and nothing is left of clients that have gone."""
         self._read()
         server = self.node.server
-        assert server is not None
         _await(lambda: server.clients == 1, "clients that have gone are served")
         _await(lambda: not self.node.saves.joins, "a join is open")
         _await(lambda: self.node.arena_cache.leased() == 0, "a lease is lost")

@@ -7,10 +7,10 @@ from threading import Lock
 from typing import ClassVar, cast
 
 from objkv import background
-from objkv.agent.client import AgentConnection
+from objkv.agent.client import AgentConnection, ArenaLease, lease_of
 from objkv.agent.core import Core, CoreLimits
 from objkv.agent.memory.arena import Arena
-from objkv.agent.messages import Claims, Commit, CommitStatus, Drop, Opened, SavedPart, Urgency
+from objkv.agent.messages import Claims, Commit, CommitStatus, Drop, SavedPart, Urgency
 from objkv.agent.outbox import ClientOutbox, OutboxPayload
 from objkv.agent.server import AgentSession
 from objkv.background import Alarm
@@ -99,9 +99,9 @@ class InsideConnection:
     def drop(self, drop: Drop) -> None:
         """Such a part never comes."""
 
-    def open(self, wanted: Claims, *, deadline_s: float, urgency: Urgency) -> Opened:
+    def open(self, wanted: Claims, *, deadline_s: float, urgency: Urgency) -> list[ArenaLease]:
         answers = self._holder.lease(wanted, deadline_s=deadline_s, urgency=urgency)
-        return Opened(*zip(*answers, strict=True))
+        return [lease_of(one, self.arena.board) for one in answers]
 
     def release(self, leases: Sequence[int]) -> None:
         self._holder.end(leases)

@@ -10,7 +10,6 @@ import pytest
 
 from objkv.agent import client
 from objkv.agent.client import AgentConnection
-from objkv.agent.messages import Opened
 from objkv.agent.server import AgentSession
 from objkv.background import Alarm
 from objkv.errors import TransferError
@@ -161,11 +160,9 @@ def hand_out(monkeypatch: pytest.MonkeyPatch, number: int, **other: int) -> None
     lease = AgentSession.lease
 
     def wrong(session: AgentSession, wanted: Any, **how: Any) -> Any:
-        opened = Opened(*zip(*lease(session, wanted, **how), strict=True))
-        columns = {name: list(getattr(opened, name)) for name in other}
-        for name, value in other.items():
-            columns[name][number] = value
-        return list(zip(*opened._replace(**columns), strict=True))
+        answers = lease(session, wanted, **how)
+        answers[number] = answers[number]._replace(**other)
+        return answers
 
     monkeypatch.setattr(AgentSession, "lease", wrong)
 
@@ -177,7 +174,7 @@ def test_a_stale_offset_of_equal_layout_never_loads_another_prompt(
     assert not world.reader.load(range(4), 1).failed_blocks
     (other,) = world.node.arena_cache.peek([world.reader.path(3)])
     assert other is not None
-    hand_out(monkeypatch, 2, offsets=other.offset)
+    hand_out(monkeypatch, 2, offset=other.offset)
     before = world.reader.snapshot()
     outcome = world.reader.load(range(4), 17, sync=sync)
     assert outcome.failed_blocks == frozenset(range(21, 25))

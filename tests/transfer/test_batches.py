@@ -163,7 +163,7 @@ def hand_out_another(patch: pytest.MonkeyPatch, rank: ShapedRank, chunk: int) ->
     def stale(session: AgentSession, wanted: Any, **how: Any) -> Any:
         answers = lease(session, wanted, **how)
         return [
-            (*answer[:5], other.offset, *answer[6:]) if row[0] == MODEL.hashes[chunk] else answer
+            answer._replace(offset=other.offset) if row[0] == MODEL.hashes[chunk] else answer
             for row, answer in zip(wanted, answers, strict=True)
         ]
 

@@ -7,7 +7,7 @@ agent's token, except for ``/healthz``; those of the Unix socket are of the agen
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from hashlib import sha256
 from hmac import compare_digest
 from pathlib import Path
@@ -36,24 +36,10 @@ from objkv.agent.prefetch import Prefetches
 from objkv.errors import ConfigError, ObjkvError
 from objkv.keys.tokenizer import Tokenizers
 
-_SCHEME = "bearer "
 
-
-@dataclass(frozen=True, slots=True)
-class HttpSettings:
-    """The agent's addresses for HTTP, and the files that it may read for requests."""
-
-    path: Path
-    """The Unix socket."""
-    address: tuple[str, int] | None = None
-    """Host and port. None: no TCP."""
-    token: str = field(default="", repr=False)
-    """The bearer token of ``address``."""
-    tokenizers: Path | None = None
-
-
-def read_json(content: bytes) -> Body:
-    """Return the object in a body. Raises ``ConfigError``, also for names that are not known."""
+def read_json(content: bytes, *, is_local: bool) -> Body:
+    """Return the object in a body. ``is_local``: the client is of the same user, so that it may
+    name files. Raises ``ConfigError``, also for names that are not known."""
     if not content:
         raise ConfigError(f"send a JSON object of at most {BODY_BYTES_MAX} bytes")
     try:
@@ -64,25 +50,36 @@ def read_json(content: bytes) -> Body:
         raise ConfigError("the body is not a JSON object")
     if unknown := sorted(body.keys() - KNOWN):
         raise ConfigError(f"{unknown[0][:100]!r} is unknown: use {', '.join(sorted(KNOWN))}")
+    if not is_local and body.get("tokenizer") is not None:
+        raise ConfigError("tokenizer: only clients of the Unix socket may name a file")
     return body
 
 
 class AgentHttp:
     """Serves until it is closed."""
 
-    def __init__(self, settings: HttpSettings, prefetches: Prefetches, status: NodeStatus) -> None:
-        """Raises ``ConfigError`` if an address cannot be served."""
-        if settings.address is not None and not settings.token:
+    def __init__(
+        self,
+        path: Path,
+        prefetches: Prefetches,
+        status: NodeStatus,
+        *,
+        address: tuple[str, int] | None = None,
+        token: str = "",
+        tokenizers: Path | None = None,
+    ) -> None:
+        """``path``: of the Unix socket. ``address``: host and port. ``token``: the bearer token
+        there. ``tokenizers``: folder of files for requests. Raises ``ConfigError``."""
+        if address is not None and not token:
             raise ConfigError("an agent that listens on an address needs a token")
         self._prefetches, self._status = prefetches, status
-        self._tokenizers = Tokenizers(settings.tokenizers)
-        self._token = _digest(settings.token.encode())
-        self._path = settings.path
+        self._tokenizers = Tokenizers(tokenizers)
+        self._path, self._token = path, _digest(token.encode())
         self._bodies = Bodies()
-        self._listeners = [self._open_local()]
-        if settings.address is not None:
+        self._listeners = [HttpListener(path, self._answer_local)]
+        if address is not None:
             try:
-                self._listeners.append(HttpListener(settings.address, self._answer_remote))
+                self._listeners.append(HttpListener(address, self._answer_remote))
             except ConfigError:
                 self.close()
                 raise
@@ -91,10 +88,7 @@ class AgentHttp:
         """Serve the Unix socket again if something has removed it. Raises ``ConfigError``."""
         if self._listeners[0].is_lost:
             self._listeners[0].close()
-            self._listeners[0] = self._open_local()
-
-    def _open_local(self) -> HttpListener:
-        return HttpListener(self._path, self._answer_local)
+            self._listeners[0] = HttpListener(self._path, self._answer_local)
 
     def close(self) -> None:
         """Stop. Idempotent."""
@@ -117,8 +111,8 @@ class AgentHttp:
 
     def _is_allowed(self, environ: Mapping[str, Any]) -> bool:
         """Compare the token in a time that does not depend on it."""
-        given = str(environ.get("HTTP_AUTHORIZATION", ""))
-        token = given[len(_SCHEME) :].strip() if given[: len(_SCHEME)].lower() == _SCHEME else ""
+        scheme, _, token = str(environ.get("HTTP_AUTHORIZATION", "")).partition(" ")
+        token = token.strip() if scheme.lower() == "bearer" else ""
         return compare_digest(_digest(token.encode("latin-1", "replace")), self._token)
 
     def _answer(
@@ -136,7 +130,8 @@ class AgentHttp:
         try:
             if method == allowed == "POST":
                 with self._bodies.read(environ) as content:
-                    return _say(start, "200 OK", posts[path](read_json(content), is_local))
+                    body = read_json(content, is_local=is_local)
+                    return _say(start, "200 OK", posts[path](body))
             skip_body(environ)
             if method == allowed:
                 return _say(start, "200 OK", reads[path]())
@@ -153,35 +148,32 @@ class AgentHttp:
     def _namespaces(self) -> dict[str, Any]:
         return {"namespaces": [asdict(one) for one in self._prefetches.namespaces()]}
 
-    def _match(self, body: Body, is_local: bool) -> dict[str, Any]:
-        return asdict(self._prefetches.match(*self._prompt(body, is_local)))
+    def _match(self, body: Body) -> dict[str, Any]:
+        return asdict(self._prefetches.match(*self._prompt(body)))
 
-    def _prefetch(self, body: Body, is_local: bool) -> dict[str, Any]:
+    def _prefetch(self, body: Body) -> dict[str, Any]:
         order = read_order(body)
-        return asdict(self._prefetches.start(*self._prompt(body, is_local), order))
+        return asdict(self._prefetches.start(*self._prompt(body), order))
 
-    def _prompt(self, body: Body, is_local: bool) -> tuple[str, list[bytes]]:
-        """Return namespace and prefix hashes of a prompt. ``is_local``: the client is of the same
-        user, so that it may name files. Raises ``ConfigError`` with the fix."""
+    def _prompt(self, body: Body) -> tuple[str, list[bytes]]:
+        """Return namespace and prefix hashes. Raises ``ConfigError`` with the fix."""
         namespace = body.get("namespace")
         if not isinstance(namespace, str) or len(namespace) != 32 or not is_hex(namespace):
             raise ConfigError("namespace: give its 32 hex digits, as /v1/namespaces lists them")
         if body.get("text") is not None:
             refuse(body, ("tokens", "hashes"), "with text")
             more = {name: value for name, value in body.items() if name in WITH_TOKENS}
-            body = {"tokens": self._tokenized(namespace, body, is_local), **more}
+            body = {"tokens": self._tokenized(namespace, body), **more}
         return namespace, read_hashes(
             body, namespace, lambda: self._prefetches.facts(namespace).chunk_tokens
         )
 
-    def _tokenized(self, namespace: str, body: Body, is_local: bool) -> list[int]:
+    def _tokenized(self, namespace: str, body: Body) -> list[int]:
         text, model = read_text(body, "text") or "", read_text(body, "model")
         place = read_text(body, "tokenizer")
         if place is None:
             model = model or self._prefetches.facts(namespace).model
             return self._tokenizers.tokens(text, self._tokenizers.place_of(model))
-        if not is_local:
-            raise ConfigError("tokenizer: only clients of the Unix socket may name a file")
         if not Path(place).is_absolute() or "\0" in place:
             raise ConfigError("tokenizer: give the absolute path of a tokenizer.json")
         return self._tokenizers.tokens(text, Path(place))
@@ -194,7 +186,6 @@ def _digest(token: bytes) -> bytes:
 def _say(
     start: StartResponse, status: str, answer: str | dict[str, Any], *more: tuple[str, str]
 ) -> Iterable[bytes]:
-    """Answer with a text, or with JSON."""
     kind = "text/plain; charset=utf-8"
     if not isinstance(answer, str):
         kind, answer = "application/json", json.dumps(answer) + "\n"

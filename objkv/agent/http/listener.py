@@ -1,14 +1,14 @@
 """HTTP servers of an agent: on a Unix socket, and on an address if one is set.
 
-Each has threads of its own, with limits on their number, on silent clients, and on the time of a
-whole request, so that clients of one cannot keep those of the other waiting.
+Each has threads of its own, with limits on their number, on a client's silence and on the time of a
+request, so that clients of one cannot keep those of the other waiting.
 """
 
 import errno
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from socketserver import ThreadingMixIn
@@ -113,8 +113,7 @@ class _Server(ThreadingMixIn, WSGIServer):
                 self._admitted.add(request)
 
     def _drop_stranger(self) -> bool:
-        """Hang up on the oldest client that is not admitted. Returns whether there was one. The
-        lock must be held."""
+        """Hang up on the oldest client not admitted. Returns whether there is one. Locked."""
         found = next((one for one in self._began if one not in self._admitted), None)
         if found is None:
             return False
@@ -141,8 +140,7 @@ class _Server(ThreadingMixIn, WSGIServer):
 
 
 def check_address(where: tuple[str, int], holder: int = 0) -> None:
-    """Raise ``ConfigError`` if nothing can listen at a host and a port. ``holder``: a process that
-    may have the address, because it ends first."""
+    """Raise ``ConfigError`` if nothing can listen there, not even once ``holder`` has ended."""
     try:
         address, family = _found(where)
         with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -158,29 +156,26 @@ class HttpListener:
     """Serves an application until it is closed."""
 
     def __init__(self, where: Path | tuple[str, int], application: Application) -> None:
-        """``where``: the path of a Unix socket, which is replaced, or a host and a port, 0 for any.
-        Raises ``ConfigError``."""
+        """``where``: a path, which is replaced, or host and port. Raises ``ConfigError``."""
         self._path = where if isinstance(where, Path) else None
         self._inode = 0
-        try:
-            if isinstance(where, Path):
-                where.unlink(missing_ok=True)
-                self._server = _Server(str(where), socket.AF_UNIX)
-                self._inode = where.stat().st_ino
-            else:
-                self._server = _Server(*_found(where))
-        except (OSError, OverflowError) as exc:
-            raise _refused(where, exc) from exc
-        self._server.set_app(application)
-        serve = self._server.serve_forever
-        try:
-            self._thread = Thread(target=serve, args=(_POLL_S,), name="objkv-http", daemon=True)
-            self._thread.start()
-        except Exception as exc:  # no thread or no memory is free
-            self._server.server_close()
-            if self._path is not None:
-                self._path.unlink(missing_ok=True)
-            raise _refused(where, exc) from exc
+        with ExitStack() as undo:
+            try:
+                address, family = _found(where)
+                if self._path is not None:
+                    self._path.unlink(missing_ok=True)
+                self._server = _Server(address, family)
+                undo.callback(self._server.server_close)
+                if self._path is not None:
+                    undo.callback(self._path.unlink, missing_ok=True)
+                    self._inode = self._path.stat().st_ino
+                self._server.set_app(application)
+                serve = self._server.serve_forever
+                self._thread = Thread(target=serve, args=(_POLL_S,), name="objkv-http", daemon=True)
+                self._thread.start()
+            except Exception as exc:  # also if no thread or no memory is free
+                raise _refused(where, exc) from exc
+            undo.pop_all()
 
     @property
     def is_lost(self) -> bool:
@@ -207,8 +202,7 @@ class Bodies:
 
     @contextmanager
     def read(self, environ: dict[str, Any]) -> Iterator[bytes]:
-        """Read a body; it counts until the block ends. Empty if it is too long. Waits while others
-        use the memory, and raises ``StoreBusy`` after some time."""
+        """Read a body, which counts in this block. Empty if too long. May raise ``StoreBusy``."""
         nbytes = _length(environ)
         with self._changed:
             has_room = self._changed.wait_for(lambda: nbytes <= self._left, _SILENT_S)
@@ -225,8 +219,7 @@ class Bodies:
 
 
 def admit(environ: Mapping[str, Any]) -> None:
-    """The client of a request may ask: it keeps its slot until it is answered. Others lose theirs
-    when all are taken."""
+    """The client of a request may ask: it keeps its slot until it is answered, others do not."""
     environ[_ADMIT]()
 
 
@@ -265,6 +258,8 @@ def _has_port(pid: int, port: int) -> bool:
         return False
 
 
-def _found(where: tuple[str, int]) -> tuple[Any, int]:
+def _found(where: Path | tuple[str, int]) -> tuple[Any, int]:
+    if isinstance(where, Path):
+        return str(where), socket.AF_UNIX
     found = socket.getaddrinfo(*where, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     return found[0][4], found[0][0]

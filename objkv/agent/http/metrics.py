@@ -1,5 +1,4 @@
-"""The names and texts of an agent's metrics, and its page for Prometheus. Only what is decided for
-a namespace has a label."""
+"""The agent's metrics for Prometheus. Only decisions for a namespace have a label."""
 
 import math
 from collections.abc import Mapping
@@ -123,8 +122,6 @@ TOTALS: Final = {
     },
 }
 """Counters since the agent's start. They are exported from the start, with ``_total``."""
-
-
 DECISIONS: Final = {
     "puts_all": "1: all payloads of the namespace are put; 0: those that recur.",
     "break_even": "How often a saved chunk must be read again to pay, if it is known.",
@@ -137,16 +134,13 @@ def metrics_page(
     numbers: Mapping[str, float],
     decisions: Mapping[str, Decision] | None = None,
 ) -> str:
-    """Return a page for Prometheus of these levels, of a recorder's numbers since the start, and of
-    what is put of each namespace."""
+    """Return the page of these levels, a recorder's numbers, and the namespaces' decisions."""
     values = {name.removeprefix("agent_"): value for name, value in numbers.items()} | {**levels}
-    decided = {f'{{namespace="{name}"}}': one for name, one in (decisions or {}).items()}
-    puts_all = {label: float(one.puts == "all") for label, one in decided.items()}
-    break_even = {
-        label: one.break_even
-        for label, one in decided.items()
-        if one.break_even is not None and math.isfinite(one.break_even)
-    }
+    puts_all, break_even = dict[str, float](), dict[str, float]()
+    for name, one in (decisions or {}).items():
+        puts_all[f'{{namespace="{name}"}}'] = float(one.puts == "all")
+        if one.break_even is not None and math.isfinite(one.break_even):
+            break_even[f'{{namespace="{name}"}}'] = one.break_even
     lines = []
     for name, text in LEVELS.items():
         lines += _metric(name, "gauge", {"": values.pop(name, 0.0)}, text)

@@ -20,8 +20,7 @@ KNOWN: Final = frozenset({"namespace", *_PROMPT, *WITH_TOKENS, *_WITH_TEXT, *_OR
 
 
 def read_hashes(body: Body, namespace: str, chunk_tokens: Callable[[], int]) -> list[bytes]:
-    """Return the prefix hashes of a prompt that is given as tokens or as hashes. Raises
-    ``ConfigError``."""
+    """Return the prefix hashes of tokens, or those that are given. Raises ``ConfigError``."""
     if body.get("hashes") is not None:
         refuse(body, ("tokens", *WITH_TOKENS, *_WITH_TEXT), "with hashes")
         return _hashes(body["hashes"])

@@ -33,15 +33,13 @@ class LoggedWarning:
 
 
 class RecentWarnings(logging.Handler):
-    """Keeps the last warnings of objkv's loggers, which log a fault when it begins and when it
-    ends. Their texts contain no secrets."""
+    """Keeps the last warnings of objkv's loggers, without secrets."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self._found: deque[LoggedWarning] = deque(maxlen=_WARNINGS_MAX)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """See ``logging.Handler``."""
         try:
             text = printable(without_secrets(record.getMessage()))
             self._found.append(LoggedWarning(record.created, text))
@@ -109,8 +107,7 @@ class AgentStatus:
     """Payloads that no store has so far."""
     held_back_bytes: int
     saves: dict[str, str]
-    """Which payloads it puts to the bucket, and why, by namespace; of an empty name, if the
-    settings alone decide."""
+    """What it puts to the bucket, and why, by namespace; of an empty name, of all."""
     warnings: Sequence[LoggedWarning]
     """The last ones of its log."""
     at_s: float
@@ -130,13 +127,11 @@ class NodeStatus:
         stores: Sequence[StoreCheck],
         warnings: RecentWarnings,
     ) -> None:
-        """``server``: of replicas. ``recorder``: has all numbers since the agent's start."""
         self._core, self._saves, self._server, self._recorder = core, saves, server, recorder
         self._role, self._stores, self._warnings = role, stores, warnings
 
     def health(self) -> str:
-        """Replicas are served by another thread than this one: what counts is that one. Raises
-        ``StoreUnavailable``."""
+        """Return a text, or raise ``StoreUnavailable`` if the thread for new replicas has ended."""
         if not self._server.is_accepting:
             raise StoreUnavailable("this agent serves no new replicas: restart it")
         return "ok\n"
@@ -185,22 +180,12 @@ class NodeStatus:
         )
 
     def _read_store(self, one: StoreCheck) -> StoreStatus:
-        error = None
+        error = kind = None
         try:
             one.check()
         except ObjkvError as exc:
-            error = exc
-        opened = [
-            direction
-            for direction in DIRECTIONS
-            if self._recorder.value(f"breaker_open_{one.area}_{direction}")
-        ]
-        return StoreStatus(
-            one.area,
-            one.url,
-            None if error is None else str(error),
-            None if error is None else type(error).__name__,
-            int(self._recorder.value(f"{one.area}_writes")),
-            int(self._recorder.value(f"{one.area}_write_errors")),
-            opened,
-        )
+            error, kind = str(exc), type(exc).__name__
+        area, value = one.area, self._recorder.value
+        opened = [name for name in DIRECTIONS if value(f"breaker_open_{area}_{name}")]
+        writes, errors = int(value(f"{area}_writes")), int(value(f"{area}_write_errors"))
+        return StoreStatus(area, one.url, error, kind, writes, errors, opened)

@@ -1,9 +1,9 @@
 """Answers to lookups in memory that the agent writes and replicas read.
 
 So a replica needs no message for chunks that were looked up before on its node: two wake-ups of
-processes take longer than all the rest of a lookup. Answers come in blocks of chunks, because
-prompts that begin alike have equal blocks from the start on. Each is kept for a bounded time, and
-until anything changes about one of its chunks on this node.
+processes take longer than the rest of a lookup. Prompts that begin alike have equal blocks of
+chunks from the start on, so each block has an answer. It is kept for a bounded time, and until
+anything changes about one of its chunks on this node.
 """
 
 import mmap
@@ -89,8 +89,7 @@ class AnswerBoard:
 
     @classmethod
     def create(cls) -> "AnswerBoard":
-        """Make an empty one. No memory is taken until it is written. Raises ``ConfigError`` if the
-        system refuses."""
+        """Make an empty one, which takes memory as it is written. Raises ``ConfigError``."""
         try:
             return cls(*make_mapped("answers", _TOTAL))
         except OSError as exc:
@@ -102,8 +101,7 @@ class AnswerBoard:
         return cls(fd, map_sent(fd, "answers", range(_TOTAL, _TOTAL + 1)))
 
     def vouch(self, until_s: float) -> None:
-        """State that all answers which are not void are right, until then at most. In seconds since
-        the epoch."""
+        """Vouch for all answers that are not void, until then; seconds since the epoch."""
         self._vouched[0] = int(1000 * until_s)
 
     def begin(self, key: bytes, hashes: Sequence[bytes]) -> PendingAnswer:
@@ -153,8 +151,7 @@ class AnswerBoard:
                     self._unlink(pending)
 
     def find(self, key: bytes, now: float) -> tuple[int, int] | None:
-        """Return the checksum and the length of a block's text, or None if no valid answer is
-        kept."""
+        """Return checksum and length of a block's text, or None without a valid answer."""
         if self._vouched[0] <= 1000 * now:
             return None
         at = _slot_start(key)
@@ -169,16 +166,14 @@ class AnswerBoard:
         return checksum, nbytes
 
     def read(self, key: bytes, found: tuple[int, int]) -> bytes | None:
-        """Return the text of a block that was ``found``, or None if it has been replaced
-        since."""
+        """Return the text of a block that was ``found``, or None if it was replaced since."""
         checksum, nbytes = found
         at = _slot_start(key) + TEXT_AT
         text = bytes(self._view[at : at + nbytes])
         return text if xxh3_64_intdigest(text) == checksum else None
 
     def close(self) -> None:
-        """Close the descriptor. The memory is unmapped with the last reference to this object,
-        because another thread may still read it. Idempotent."""
+        """Close the descriptor. Idempotent. The memory stays while another thread may read it."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
@@ -186,12 +181,9 @@ class AnswerBoard:
     def _unlink(self, pending: PendingAnswer) -> None:
         """Forget a pending answer's chunks. The lock must be held."""
         for one in pending.hashes:
-            if left := tuple(
-                other for other in self._by_chunk.get(one, ()) if other is not pending
-            ):
+            others = self._by_chunk.pop(one, ())
+            if left := tuple(other for other in others if other is not pending):
                 self._by_chunk[one] = left
-            else:
-                self._by_chunk.pop(one, None)
 
 
 def _slot_start(key: bytes) -> int:

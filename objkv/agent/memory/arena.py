@@ -1,9 +1,9 @@
 """The arena: memory that the agent writes and replicas read, and the division of it into extents.
 
 It is a memfd: it has no name, needs no ``/dev/shm``, and lives as long as a process maps it. The
-agent maps it, then seals it. After that it cannot be mapped writable, and its size is fixed. The
-first part of the arena is the board, with the progress of payloads that are being filled. The rest
-holds payloads, each contiguous and beginning at a page.
+agent maps it, then seals it: its size is fixed, and nobody else can map it writable. It begins with
+the board, the progress of payloads that are being filled. The rest holds payloads, each contiguous
+and beginning at a page.
 """
 
 import ctypes
@@ -12,21 +12,18 @@ import mmap
 import os
 import struct
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
-from threading import Event, Lock, Thread
-from typing import TYPE_CHECKING, Final
+from threading import Event, Thread
+from typing import Final
 
 from xxhash import xxh3_64_intdigest
 
 from objkv.background import JOIN_S
 from objkv.errors import ConfigError, TransferError
 from objkv.stores.base import map_memory
-
-if TYPE_CHECKING:
-    import numpy as np
 
 PAGE: Final = 4096
 _CELL = struct.Struct("<QQQQ")
@@ -37,14 +34,11 @@ _READS_MAX = 10_000
 """How often a cell is read that does not match its checksum. A write takes a microsecond."""
 _WORDS = struct.Struct("<QQQ")
 # Constants of Linux that Python 3.11 does not name.
-_ADD_SEALS, _GET_SEALS = 1033, 1034
 _POPULATE_READ, _POPULATE_WRITE = 22, 23
-_FIXED_SIZE = 0x2 | 0x4  # F_SEAL_SHRINK, F_SEAL_GROW
+_FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _READ_ONLY = _FIXED_SIZE | 0x10  # F_SEAL_FUTURE_WRITE
-
 AHEAD_BYTES: Final = 32 << 20, 1 << 30
-"""Fewest and most bytes that are provided before payloads need them; between these, as many as
-payloads have used so far."""
+"""Fewest and most bytes that are provided ahead: as many as payloads have used so far."""
 _STEP_BYTES = 1 << 20
 _LIBC = ctypes.CDLL(None)
 _LIBC.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
@@ -53,18 +47,15 @@ _LIBC.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 def map_pages(start: int, nbytes: int, *, writable: bool = True) -> bool:
     """Map the pages at this address, and make those that do not exist yet. Returns False if the
     system cannot (Linux before 5.14): then each page comes when it is first used."""
-    how = _POPULATE_WRITE if writable else _POPULATE_READ
-    failed: int = _LIBC.madvise(start, nbytes, how)
-    return not failed
+    return not _LIBC.madvise(start, nbytes, _POPULATE_WRITE if writable else _POPULATE_READ)
 
 
 def make_memory(name: str, nbytes: int) -> int:
-    """Return a memfd of a fixed size, which takes no memory until it is written. Raises ``OSError``
-    and ``OverflowError``."""
+    """Return a memfd of a fixed size, without memory. Raises ``OSError`` and ``OverflowError``."""
     fd = os.memfd_create(f"objkv-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, nbytes)
-        fcntl.fcntl(fd, _ADD_SEALS, _FIXED_SIZE)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _FIXED_SIZE)
     except (OSError, OverflowError):
         os.close(fd)
         raise
@@ -72,12 +63,11 @@ def make_memory(name: str, nbytes: int) -> int:
 
 
 def make_mapped(name: str, nbytes: int) -> tuple[int, mmap.mmap]:
-    """Return a memfd of a fixed size and its mapping, which gets no other writers. Raises
-    ``OSError`` and ``OverflowError``."""
+    """Return such a memfd and its mapping, which gets no other writers. Raises the same."""
     fd = make_memory(name, nbytes)
     try:
         mapping = map_memory(fd, nbytes)
-        fcntl.fcntl(fd, _ADD_SEALS, _READ_ONLY)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _READ_ONLY)
     except OSError:
         os.close(fd)
         raise
@@ -85,12 +75,11 @@ def make_mapped(name: str, nbytes: int) -> tuple[int, mmap.mmap]:
 
 
 def check_size(fd: int, what: str, *, writable: bool = False) -> int:
-    """Return the size of memory that another process sent. Raises ``TransferError`` unless that is
-    fixed, since memory that shrinks kills its readers, and, unless ``writable``, it gets no new
-    writers."""
+    """Return the size of memory that was sent. Raises ``TransferError`` unless it is fixed, since
+    one that shrinks kills its readers, and gets no new writers unless ``writable``."""
     seals = _FIXED_SIZE if writable else _READ_ONLY
     try:
-        if fcntl.fcntl(fd, _GET_SEALS) & seals == seals:
+        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & seals == seals:
             return os.fstat(fd).st_size
     except OSError as exc:
         raise TransferError(f"{what}: no memfd: {exc}") from exc
@@ -98,8 +87,7 @@ def check_size(fd: int, what: str, *, writable: bool = False) -> int:
 
 
 def map_sent(fd: int, what: str, sizes: range) -> mmap.mmap:
-    """Map memory that the agent sent. ``sizes``: those that are valid. Raises ``TransferError``,
-    and has closed ``fd`` then."""
+    """Map memory that the agent sent, or close it. Raises ``TransferError``."""
     try:
         nbytes = check_size(fd, what)
         if nbytes not in sizes:
@@ -141,8 +129,8 @@ class ProgressBoard:
     """Progress cells at the start of an arena. The agent writes them, replicas read them.
 
     A cell is three words and their checksum: a reader on another core may see them change in any
-    order, and then reads again. The eventfd call that follows on the writer's side and precedes on
-    the reader's makes all of them visible, and the payload's bytes.
+    order, and then reads again. The writer's eventfd call after it, and the reader's before it,
+    make all of them visible, and the payload's bytes.
     """
 
     def __init__(self, memory: memoryview) -> None:
@@ -152,15 +140,11 @@ class ProgressBoard:
     def write(self, cell: int, progress: Progress) -> None:
         """Write a cell. Only the agent can."""
         word = progress.layout << 48 | progress.state << 40 | progress.reason << 32
-        word |= progress.frames
-        check = _check(word, progress.offset, progress.nbytes)
-        _CELL.pack_into(
-            self._cells, cell * _CELL.size, word, progress.offset, progress.nbytes, check
-        )
+        words = word | progress.frames, progress.offset, progress.nbytes
+        _CELL.pack_into(self._cells, cell * _CELL.size, *words, _check(*words))
 
     def read(self, cell: int) -> Progress:
-        """Read a cell. One that never becomes valid, as of an agent that was killed while it wrote,
-        has no new frames."""
+        """Read a cell. One that is never valid, of a killed agent, has no new frames."""
         for _ in range(_READS_MAX):
             word, offset, nbytes, check = _CELL.unpack_from(self._cells, cell * _CELL.size)
             if check == _check(word, offset, nbytes):
@@ -174,16 +158,13 @@ def _check(*words: int) -> int:
 
 
 class Arena:
-    """One mapping of the arena. The agent's is writable, a replica's is not.
-
-    ``view`` is valid until ``close``, parts of it as long as they are referenced.
-    """
+    """One mapping of the arena. The agent's is writable, a replica's is not."""
 
     def __init__(self, fd: int, mapping: mmap.mmap) -> None:
         self.fd = fd
         """The memfd. This object closes it."""
         self.view = memoryview(mapping)
-        """``[nbytes]`` bytes of format ``B``."""
+        """``[nbytes]`` bytes of format ``B``, valid until ``close``, or as long as referenced."""
         self.board = ProgressBoard(self.view)
         self._mapping: mmap.mmap | None = mapping
 
@@ -240,14 +221,11 @@ class PagesAhead:
     """
 
     def __init__(self, arena: Arena) -> None:
-        import numpy as np  # late: the help of commands that import this module needs none
-
         self._reached, self._closed = BOARD_BYTES, False
-        self._least, self._most = AHEAD_BYTES
         self._changed = Event()
-        # It keeps the arena mapped.
-        memory = np.frombuffer(arena.view, np.uint8)
-        self._thread = Thread(target=self._run, args=(memory,), name="objkv-pages", daemon=True)
+        # The first byte keeps the arena mapped.
+        run = ctypes.c_char.from_buffer(arena.view), arena.nbytes, *AHEAD_BYTES
+        self._thread = Thread(target=self._run, args=run, name="objkv-pages", daemon=True)
         self._thread.start()
 
     def used(self, end: int) -> None:
@@ -257,24 +235,23 @@ class PagesAhead:
             self._changed.set()
 
     def close(self) -> None:
-        """End the thread. Waits for one step of it, which takes a millisecond unless memory is
-        scarce: then it ends later. Idempotent."""
+        """End the thread after its step, of a millisecond if memory is free. Idempotent."""
         self._closed = True
         self._changed.set()
         self._thread.join(JOIN_S)
 
-    def _run(self, memory: "np.ndarray[tuple[int], np.dtype[np.uint8]]") -> None:
-        done, least, most = BOARD_BYTES, self._least, self._most
+    def _run(self, memory: ctypes.c_char, nbytes: int, least: int, most: int) -> None:
+        done, start = BOARD_BYTES, ctypes.addressof(memory)
         while not self._closed:
             reached = self._reached
-            end = min(reached + min(max(reached - BOARD_BYTES, least), most), len(memory))
+            end = min(reached + min(max(reached - BOARD_BYTES, least), most), nbytes)
             done = max(done, reached)
             step = min(_STEP_BYTES, end - done)
             if step > 0:
-                if not map_pages(memory.ctypes.data + done, step):
+                if not map_pages(start + done, step):
                     return
                 done += step
-            elif done >= len(memory):
+            elif done >= nbytes:
                 return
             else:
                 self._changed.wait()
@@ -282,7 +259,7 @@ class PagesAhead:
 
 
 class Extents:
-    """Divides ``[start, end)`` into extents of whole pages. Thread-safe.
+    """Divides ``[start, end)`` into extents of whole pages. Thread safety is the caller's.
 
     Takes the smallest free extent that is large enough: the payloads of a node have few sizes, so
     most extents are reused by payloads of the same size, and little is lost between them.
@@ -292,45 +269,29 @@ class Extents:
         assert start % PAGE == 0
         assert end % PAGE == 0
         assert start < end
-        self._start, self._end = start, end
-        self._lock = Lock()
         self._free = [(start, end)]
         """Free extents by their position. No two of them touch."""
         self._taken: dict[int, int] = {}
         """End of each extent in use, by its start."""
-        self._free_bytes = end - start
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes in all."""
-        return self._end - self._start
-
-    @property
-    def free_bytes(self) -> int:
-        """Bytes in no extent."""
-        return self._free_bytes
+        self.total_bytes = self.free_bytes = end - start
 
     def allocate(self, nbytes: int) -> int | None:
         """Return the start of a new extent of at least ``nbytes``; None if no gap is as large."""
         assert nbytes > 0
         size = _pages(nbytes)
-        with self._lock:
-            best, least = -1, self._end
-            for number, (start, end) in enumerate(self._free):
-                if size <= end - start < least:
-                    best, least = number, end - start
-                    if least == size:
-                        break
-            if best < 0:
-                return None
-            start, end = self._free[best]
-            if least == size:
-                del self._free[best]
-            else:
-                self._free[best] = (start + size, end)
-            self._taken[start] = start + size
-            self._free_bytes -= size
-            return start
+        best, least = -1, self.total_bytes + 1
+        for number, (start, end) in enumerate(self._free):
+            if size <= end - start < least:
+                best, least = number, end - start
+                if least == size:
+                    break
+        if best < 0:
+            return None
+        start, end = self._free[best]
+        self._free[best : best + 1] = [(start + size, end)] if least > size else []
+        self._taken[start] = start + size
+        self.free_bytes -= size
+        return start
 
     def size(self, start: int) -> int:
         """Return the size of the extent at ``start``."""
@@ -338,28 +299,23 @@ class Extents:
 
     def free(self, start: int) -> None:
         """Free the extent at ``start``."""
-        with self._lock:
-            end = self._taken.pop(start)
-            self._free_bytes += end - start
-            at = bisect_left(self._free, (start, end))
-            if at < len(self._free) and self._free[at][0] == end:
-                end = self._free.pop(at)[1]
-            if at and self._free[at - 1][1] == start:
-                start = self._free.pop(at - 1)[0]
-            insort(self._free, (start, end))
+        end = self._taken.pop(start)
+        self.free_bytes += end - start
+        at = bisect_left(self._free, (start, end))
+        if at < len(self._free) and self._free[at][0] == end:
+            end = self._free.pop(at)[1]
+        if at and self._free[at - 1][1] == start:
+            start = self._free.pop(at - 1)[0]
+        insort(self._free, (start, end))
 
     def evictable_spans(
-        self, nbytes: int, movable: dict[int, int]
+        self, nbytes: int, movable: Collection[int]
     ) -> Iterator[tuple[int, list[int]]]:
-        """Yield each row of neighbouring gaps and ``movable`` extents that has room for ``nbytes``,
-        with the bytes in use in it and the extents to free.
-
-        ``movable``: extents that may be freed, with their sizes.
-        """
+        """Yield each row of gaps and ``movable`` extents with room: bytes in use, extents to
+        free."""
         size = _pages(nbytes)
-        with self._lock:
-            pieces = [(start, end, False) for start, end in self._free]
-            pieces += [(start, end, True) for start, end in self._taken.items()]
+        pieces = [(start, end, False) for start, end in self._free]
+        pieces += [(start, end, True) for start, end in self._taken.items()]
         pieces.sort()
         first, used = 0, 0
         for last, (start, end, in_use) in enumerate(pieces):

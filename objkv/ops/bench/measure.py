@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from objkv.agent.client import AgentConnection, leases_of
+from objkv.agent.client import AgentConnection
 from objkv.agent.memory.arena import CellState
 from objkv.agent.messages import Claims, Urgency
 from objkv.cache.chunks import publish_record, shard_record
@@ -123,8 +123,7 @@ class AgentReader:
         """Load the payloads once. Raises ``TransferError`` if the agent cannot get one."""
         agent = self._agent
         claims = Claims.of(self._claims)
-        opened = agent.open(claims, deadline_s=_DEADLINE_S, urgency=Urgency.BETWEEN_STEPS)
-        leases = leases_of(opened, agent.arena.board)
+        leases = agent.open(claims, deadline_s=_DEADLINE_S, urgency=Urgency.BETWEEN_STEPS)
         for lease, claim, target in zip(leases, self._claims, self._targets, strict=True):
             progress = lease.progress
             while progress.state is CellState.FILLING:
