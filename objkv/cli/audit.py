@@ -17,6 +17,7 @@ from objkv.cli.options import Namespace, check_file
 from objkv.cli.output import Printer, counted, plain
 from objkv.cli.upkeep import upkeep
 from objkv.config.prices import audit_prices
+from objkv.errors import ConfigError
 from objkv.ops.audit.audit import audit_stages, make_report
 from objkv.ops.audit.report import (
     JSON_FORMAT,
@@ -71,8 +72,6 @@ def show_report(out: Printer, report: AuditReport, *, limit: int, html: Path | N
         _answers(out, report, limit)
     for problem in report.problems:
         out.line(problem, "yellow")
-    if html is not None:
-        out.line(f"HTML report: {html}")
 
 
 def _totals(out: Printer, report: AuditReport) -> None:
@@ -174,7 +173,7 @@ def _root_row(one: Branch, now_s: int) -> Sequence[object]:
 
 def _findings(out: Printer, report: AuditReport, limit: int) -> None:
     rows = [
-        (one.kind, one.count, size(one.nbytes), one.young, one.remedy)
+        (one.kind, one.count, size(one.nbytes), one.young or None, one.remedy)
         for one in report.findings.counts
         if one.count
     ]
@@ -293,7 +292,12 @@ def audit(
                 prices=audit_prices(session.resolved),
                 lifecycle=lambda: read_lifecycle(session.config),
             )
-        if html is not None:
-            write_html(report, html)
         show_report(session.out, report, limit=limit, html=html)
+        if html is not None:
+            try:
+                write_html(report, html)
+            except OSError as exc:
+                raise ConfigError(f"--html {html}: {exc.strerror}") from exc
+            if not session.out.machine:
+                session.out.line(f"HTML report: {html}")
         return FINE if verdict(report) == "fine" else FOUND

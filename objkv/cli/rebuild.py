@@ -96,7 +96,11 @@ def _show(run: Upkeep, found: Mapping[str, StoredNamespace], *, apply: bool) -> 
     out.line(f"{counted(len(found), 'namespace')}{did if apply else ''}")
     for one in found.values():
         if not one.is_known:
-            out.line(f"{one.name} was left out: {one.problem}", "yellow")
+            out.line(
+                f"{one.name} was left out: {one.problem}; a replica of its model writes it at its "
+                "next start, if none is there",
+                "yellow",
+            )
     for finding in counters.findings:
         out.line(f"{finding.kind} {finding.key}: {finding.detail}", "yellow")
     if not apply:

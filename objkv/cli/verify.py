@@ -63,7 +63,8 @@ def verify(
         ),
     ] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Quarantine even if most payloads are bad.")
+        bool,
+        typer.Option("--force", help="Quarantine even if at least 20, and most, are bad."),
     ] = False,
 ) -> int:
     """Verify stored payloads and their index records."""
@@ -137,7 +138,7 @@ class _Shown:
 def _count_unrecorded(run: Upkeep, inventory: Inventory) -> None:
     for kind in _UNRECORDED:
         # The records of newer ones may have been published after the records were read.
-        old = f"kind = '{kind}' AND modified_s <= {inventory.begun_s}"
+        old = f"kind = '{kind}' AND recorded IS NULL AND modified_s <= {inventory.begun_s}"
         run.counters.counts[kind] = inventory.count(old)
     run.counters.counts["recorded"] = inventory.count(f"{PAYLOADS} AND {RECORDED}")
 

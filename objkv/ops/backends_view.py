@@ -371,7 +371,10 @@ def parse_identity(document: bytes, namespace: str) -> Identity:
         digest = identity.namespace()
     # The document is untrusted, so a failed check of its values means that it is invalid.
     except (AssertionError, AttributeError, KeyError, RecursionError, TypeError, ValueError) as exc:
-        raise PayloadError(f"{identity_path(namespace)}: not an identity document") from exc
+        raise PayloadError(
+            f"{identity_path(namespace)}: not an identity document; delete "
+            "it, and the next replica of its model that starts writes it again"
+        ) from exc
     if digest != namespace:
         raise PayloadError(f"{identity_path(namespace)}: belongs to another namespace, {digest}")
     return identity

@@ -216,6 +216,10 @@ def test_beyond_the_quota_ends_of_chains_go_first() -> None:
     for one in left.values():  # nothing is left that continues what is gone
         assert one.token_start == 0 or one.parent_hash in left
     assert world.sweep(quota_bytes=quota).counts["over_quota"] == 0
+    for prefix_hash in left:
+        world.index.pin(NAMESPACE, prefix_hash, until_s=1 << 40, ttl_s=9)
+    kept = world.sweep(quota_bytes=1).counts
+    assert (kept["over_quota"], kept["pinned"]) == (0, len(left)), "and said to be pinned"
 
 
 def test_a_rebuild_leaves_to_savers_what_they_are_saving() -> None:
@@ -288,6 +292,8 @@ def test_a_sweep_of_one_namespace_leaves_the_leftovers_of_others_alone() -> None
     }  # fmt: skip
     assert [entry.key for entry in bulk.scan("quarantine/")] == [quarantined[other]]
     assert [one.key for one in left] == [f"{other}/00"]
+    pool.run(Sweep(view, walked(view), replace(limits, grace_s=60)).leftovers())
+    assert pool.counters.counts["young"] == 1, "quarantined just now"
 
 
 LEASE_S = 10

@@ -168,7 +168,10 @@ def _of_namespaces(report: AuditReport, scope: WalkScope) -> Iterator[str]:
         )
     for tenant in report.tenants:
         if tenant.quota_bytes is not None and tenant.nbytes > tenant.quota_bytes:
-            yield f"tenant {tenant.tenant} exceeds its quota"
+            yield (
+                f"tenant {tenant.tenant} exceeds its quota, so nothing new is saved: "
+                "objkv sweep --apply evicts what is not pinned"
+            )
 
 
 def _lifecycle(read: ReadRules, ttl_s: int, pins: PinList) -> LifecycleAudit | None:

@@ -31,7 +31,8 @@ MEANINGS: Final[dict[FindingKind, str]] = {
 REMEDIES: Final[dict[FindingKind, str]] = {
     "missing": "objkv sweep --apply forgets them; until then each one costs a failed load",
     "orphan": "objkv rebuild --apply restores their records, or objkv sweep --apply deletes them",
-    "unidentified": "objkv sweep --apply --unidentified -n NS deletes those of namespace NS",
+    "unidentified": "a replica of that model writes the document again when it starts, unless a "
+    "damaged one is there; objkv sweep --apply --unidentified -n NS deletes those of namespace NS",
     "corrupt": "objkv verify --all --quarantine --apply quarantines them",
     "expired": "objkv sweep --apply deletes them",
     "old_epoch": "objkv sweep --apply deletes them",

@@ -91,10 +91,14 @@ class Sweep:
             check()
             if self._is_old(modified_s, self._limits.put_s):
                 self._remover.leftover(Unfinished(key, name, nbytes, modified_s), counters)
+            else:
+                counters.count("young", nbytes)
         for key, _, nbytes, modified_s in self._inventory.rows(_OTHERS, ("quarantined",)):
             check()
             if self._is_old(modified_s):
                 self._remover.entry("quarantined", Entry(key, nbytes, modified_s), counters)
+            else:
+                counters.count("young", nbytes)
 
     def _units(
         self, where: str, judge: Callable[[StoredPayload, Counters], None]
@@ -192,10 +196,13 @@ class Sweep:
                     is_pinned = bool(pinned) or values[0] in self._pins[name]
                     candidates.append(Candidate(*(*values, is_pinned)))
                     homes[values[0]] = name
-        used = sum(one.nbytes for one in candidates)
-        for one in choose(candidates, free_bytes=used - room, now_s=self._clock()):
+        left = sum(one.nbytes for one in candidates)
+        for one in choose(candidates, free_bytes=left - room, now_s=self._clock()):
             check()
             self._evict(homes[one.prefix_hash], one, counters)
+            left -= one.nbytes
+        if left > room:  # only pinned chunks, and those before them, are left
+            counters.counts["pinned"] += sum(one.pinned for one in candidates)
 
     def _evict(self, name: str, chosen: Candidate, counters: Counters) -> None:
         [record] = self._view.index.lookup(name, [chosen.prefix_hash])
