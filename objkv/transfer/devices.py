@@ -17,7 +17,6 @@ import torch
 from objkv.errors import ConfigError
 from objkv.transfer.kernels import PageKernels, page_kernels
 from objkv.transfer.lanes import (
-    HostLane,
     Ints,
     Lane,
     Mark,
@@ -208,7 +207,7 @@ class DeviceMark(Mark):
         self.event.wait(self._lane.compute)
 
 
-class DeviceLane:
+class DeviceLane(Lane):
     """A stream on ``device`` with its own staging memory, shared by threads.
 
     Blocks whose bytes are contiguous are copied directly, all in one call of the driver's
@@ -236,7 +235,6 @@ class DeviceLane:
         self.stream = self._api.Stream(device, priority=_URGENT if urgent else _LEISURELY)
         self._lock = Lock()
         self._staging: torch.Tensor | None = None
-        self._followed: Mark | None = None
 
     @property
     def compute(self) -> Any:
@@ -274,10 +272,7 @@ class DeviceLane:
     def follow(self, mark: Mark) -> None:
         """See ``Lane.follow``."""
         if isinstance(mark, DeviceMark):
-            with self._lock:
-                if mark is not self._followed:
-                    mark.event.wait(self.stream)
-                    self._followed = mark
+            mark.event.wait(self.stream)
 
     def scatter(
         self,
@@ -458,5 +453,5 @@ def open_lane(device: torch.device, *, urgent: bool = False, seam_bytes: int = S
     ``urgent``: the forward pass may wait for its copies. ``seam_bytes``: see ``SEAM_BYTES``.
     """
     if device.type == "cpu":
-        return HostLane()
+        return Lane()
     return DeviceLane(device, driver_of(device), urgent=urgent, seam_bytes=seam_bytes)

@@ -1,6 +1,6 @@
 """Lanes copy pages between slabs and the paged cache, and their marks show when copies are done.
 
-A host lane, which is here, copies at once. A device lane is a stream of its own, see
+The lane of host memory, which is here, copies at once. A device lane is a stream of its own, see
 ``objkv.transfer.devices``: its copies run concurrently with the model's kernels, ordered by events.
 """
 
@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from operator import mul
 from threading import Lock
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -215,65 +215,6 @@ class Mark:
 _DONE = Mark()
 
 
-class Lane(Protocol):
-    """Copies pages. Thread-safe. Pages must stay alive and unchanged until a later mark is done."""
-
-    per_span: bool
-    """Whether to pass all layers of a span to ``scatter`` at once, because each call costs a
-    launch. If not, layers are better copied as they arrive, while they are in the CPU's cache."""
-
-    def adopt_thread(self) -> None:
-        """Prepare the calling thread. Each thread that uses the lane or its marks calls it once."""
-
-    def prepare(self, layers: PagedLayers) -> None:
-        """Compile and upload what copies of these layers need, so that no request waits for it."""
-
-    def mark_compute(self) -> Mark:
-        """Return a mark after all work submitted so far to the current compute stream."""
-
-    def follow(self, mark: Mark) -> None:
-        """Order the lane's next work after ``mark``."""
-
-    def scatter(
-        self,
-        memory: memoryview,
-        starts: Ints,
-        layers: PagedLayers,
-        ids: Ints,
-        recast: Recast | None = None,
-    ) -> None:
-        """Write the pages of ``n`` payloads into blocks.
-
-        Raises IndexError for a block that a layer does not have, and for pages outside ``memory``.
-
-        Args:
-            memory: bytes, one after another. For a device lane pinned, or registered in pieces
-                that end at the lane's seams.
-            starts: ``[n, layers]``: where the frame of each layer starts in ``memory``.
-            layers: the layers that are written. A frame has words of its layer's cache.
-            ids: ``[n, blocks]`` block ids, all different. Must not change any more.
-            recast: how to make ``blocks`` pages of a frame of another shape. If that needs a copy,
-                the copy is on the device of the caches. None: frames are ``blocks`` pages, and are
-                written unchanged.
-        """
-
-    def gather(self, layers: PagedLayers, ids: Ints, memory: memoryview, starts: Ints) -> None:
-        """Copy the blocks of ``n`` chunks to ``memory``: for each chunk all its blocks of the first
-        layer, then of the second, and so on.
-
-        Raises as ``scatter`` does.
-
-        Args:
-            layers: the layers that are read.
-            ids: ``[n, blocks]`` block ids.
-            memory: bytes, one after another, writable; pinned for a device lane.
-            starts: ``[n]``: where the pages of each chunk start in ``memory``.
-        """
-
-    def mark(self) -> Mark:
-        """Return a mark after all work submitted to the lane so far."""
-
-
 def check_reach(
     memory: memoryview, starts: Ints, nbytes: Ints, layers: PagedLayers, ids: Ints
 ) -> None:
@@ -314,31 +255,33 @@ def upload(ids: Ints, device: torch.device) -> torch.Tensor:
     return pinned.to(device, non_blocking=True)
 
 
-class HostLane:
-    """Copies within host memory, in the calling thread.
+class Lane:
+    """Copies pages. Thread-safe. Pages must stay alive and unchanged until a later mark is done.
 
-    numpy gives up the interpreter's lock for each copy and waits for it afterwards, up to 5 ms if
-    another thread computes in Python. So consecutive blocks of all layers are one copy: a payload
-    of 32 MiB is one call, which takes that long anyway.
-    torch's copies would use the threads that the model computes with and wait for them: up to a
-    second for 128 MiB while they are busy, against 50 ms here (2 cores, 2026-11-21).
+    This one copies within host memory, in the calling thread. numpy gives up the interpreter's lock
+    for each copy and waits for it afterwards, up to 5 ms if another thread computes in Python. So
+    consecutive blocks of all layers are one copy: a payload of 32 MiB is one call, which takes that
+    long anyway. torch's copies would use the threads that the model computes with and wait for
+    them: up to a second for 128 MiB while they are busy, against 50 ms here (2 cores, 2026-11-21).
     """
 
     per_span = False
+    """Whether to pass all layers of a span to ``scatter`` at once, because each call costs a
+    launch. If not, layers are better copied as they arrive, while they are in the CPU's cache."""
 
     def adopt_thread(self) -> None:
-        """Do nothing: any thread can use the lane."""
+        """Prepare the calling thread. Each thread that uses the lane or its marks calls it once."""
 
     def prepare(self, layers: PagedLayers) -> None:
-        """Do nothing: there is nothing to compile."""
+        """Compile and upload what copies of these layers need, so that no request waits for it."""
 
     def mark_compute(self) -> Mark:
-        """Return a mark that is done: on the CPU the forward pass has ended, or its thread is in
-        this call."""
+        """Return a mark after all work submitted so far to the current compute stream. On the CPU
+        the forward pass has ended, or its thread is in this call."""
         return _DONE
 
     def follow(self, mark: Mark) -> None:
-        """Do nothing, see ``mark_compute``."""
+        """Order the lane's next work after ``mark``."""
 
     def scatter(
         self,
@@ -348,14 +291,36 @@ class HostLane:
         ids: Ints,
         recast: Recast | None = None,
     ) -> None:
-        """See ``Lane.scatter``."""
+        """Write the pages of ``n`` payloads into blocks.
+
+        Raises IndexError for a block that a layer does not have, and for pages outside ``memory``.
+
+        Args:
+            memory: bytes, one after another. For a device lane pinned, or registered in pieces
+                that end at the lane's seams.
+            starts: ``[n, layers]``: where the frame of each layer starts in ``memory``.
+            layers: the layers that are written. A frame has words of its layer's cache.
+            ids: ``[n, blocks]`` block ids, all different. Must not change any more.
+            recast: how to make ``blocks`` pages of a frame of another shape. If that needs a copy,
+                the copy is on the device of the caches. None: frames are ``blocks`` pages, and are
+                written unchanged.
+        """
         assert recast is None or recast.blocks == ids.shape[1]
         check_reach(memory, starts, layers.frame_bytes(ids.shape[1], recast), layers, ids)
         for cells, pages in _moves(memory, starts, layers, ids, recast):
             np.copyto(cells, pages)
 
     def gather(self, layers: PagedLayers, ids: Ints, memory: memoryview, starts: Ints) -> None:
-        """See ``Lane.gather``."""
+        """Copy the blocks of ``n`` chunks to ``memory``: for each chunk all its blocks of the first
+        layer, then of the second, and so on. They are complete when a later mark is done.
+
+        Raises as ``scatter`` does.
+
+        Args:
+            ids: ``[n, blocks]`` block ids.
+            memory: bytes, one after another, writable; pinned for a device lane.
+            starts: ``[n]``: where the pages of each chunk start in ``memory``.
+        """
         nbytes = layers.frame_bytes(ids.shape[1])
         check_reach(memory, starts, nbytes.sum(), layers, ids)
         of_layers = starts[:, None] + offsets_of(nbytes)
@@ -363,7 +328,7 @@ class HostLane:
             np.copyto(pages, cells)
 
     def mark(self) -> Mark:
-        """Return a mark that is done."""
+        """Return a mark after all work submitted to the lane so far."""
         return _DONE
 
 

@@ -8,6 +8,8 @@ its group is refused.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -38,22 +40,23 @@ class _Column:
         fill them."""
         own, shape = group.shape.rank_shard.shard, group.shape
         first, end = max(own.head_start, share.head_start), min(own.head_end, share.head_end)
-        self._heads = (first - share.head_start, end - share.head_start)
+        taken = (first - share.head_start, end - share.head_start)
         heads = slice(first - own.head_start, end - own.head_start)
-        slots, self._tokens = _selection(own.tokens, share.tokens)
+        slots, tokens = _selection(own.tokens, share.tokens)
         ours = group.pages.cut(filled)
         is_all = end - first == own.head_end - own.head_start and slots == slice(None)
         self._pages = ours if is_all else PagedLayers([c[:, heads, slots] for c in ours.caches])
         blocks, given_heads, size, _ = read[0].shape
         own_size = self._pages.caches[0].shape[2]
-        self._blocks = blocks * size // self._tokens[1] // own_size
+        self._blocks = blocks * size // tokens[1] // own_size
         """Blocks of the rank that a frame fills."""
-        self._frame = blocks, given_heads, 0 if shape.parts else size
-        is_whole = self._heads == (0, given_heads) and self._tokens == (0, 1)
+        frame = blocks, given_heads, 0 if shape.parts else size
+        self._recast = Recast(frame, taken, 0, self._blocks, tokens)
+        is_whole = taken == (0, given_heads) and tokens == (0, 1)
         self._recasts = not is_whole or size != own_size
-        as_given = Recast(self._frame, self._heads, 0, 0)
         # Otherwise some bytes of each token would be left out.
-        assert self._pages.frame_bytes(0, as_given).tolist() == [layer.nbytes for layer in read]
+        given = self._pages.frame_bytes(0, self._recast)
+        assert given.tolist() == [layer.nbytes for layer in read]
 
     def scatter(
         self,
@@ -71,7 +74,7 @@ class _Column:
             raise ValueError(f"blocks {skipped} to {skipped + blocks} of {self._blocks}")
         recast = None
         if self._recasts:
-            recast = Recast(self._frame, self._heads, skipped, blocks, self._tokens)
+            recast = replace(self._recast, first_block=skipped, blocks=blocks)
         elif skipped:
             starts = starts + skipped * layers.nbytes
         lane.scatter(memory, starts, layers, ids, recast)
@@ -177,22 +180,15 @@ class SourceShape(NamedTuple):
 
 
 class PayloadLayouts:
-    """The layouts of the payloads that one rank reads. ``read`` is for one thread."""
+    """The layouts of the payloads that one rank reads. Thread-safe."""
 
     def __init__(self, groups: Mapping[int, PagedGroup]) -> None:
         self._groups = groups
-        self._sources: dict[Source, SourceShape] = {}
-        self._known: dict[tuple[Source, tuple[LayerSpec, ...], int], PayloadLayout] = {}
-
-    def of(self, source: Source) -> SourceShape:
-        """Return the shape of payloads of a source."""
-        if (found := self._sources.get(source)) is None:
-            if len(self._sources) >= _KEPT_MAX:
-                self._sources.clear()
-            found = self._sources[source] = self._shape(source)
-        return found
+        self.of = lru_cache(_KEPT_MAX)(self._shape)
+        self._layout = lru_cache(_KEPT_MAX)(self._checked)
 
     def _shape(self, source: Source) -> SourceShape:
+        """Return the shape of payloads of a source."""
         group = self._groups.get(source.group)
         if group is None:
             return SourceShape(range(0), 0)
@@ -210,13 +206,12 @@ class PayloadLayouts:
         header = read_claimed(payload, claim, self._groups[source.group].layers)
         if header.nbytes != nbytes or header.codec != "none":
             raise PayloadError(f"{nbytes} bytes in the arena, not {header.nbytes}")
-        key = source, header.frames.layers, header.data_start
-        if (layout := self._known.get(key)) is None:
-            if len(self._known) >= _KEPT_MAX:
-                self._known.clear()
-            layout = PayloadLayout(self._groups[source.group], source.shard, *key[1:])
-            self._known[key] = layout
-        return header, layout
+        return header, self._layout(source, header.frames.layers, header.data_start)
+
+    def _checked(
+        self, source: Source, found: tuple[LayerSpec, ...], data_start: int
+    ) -> PayloadLayout:
+        return PayloadLayout(self._groups[source.group], source.shard, found, data_start)
 
 
 def row_bytes_max(group: PagedGroup) -> int:

@@ -113,7 +113,11 @@ class PagedGroup:
         """``quantised``: layers whose element type or scales differ from their tensor's dtype."""
         assert len(caches) == len(shape.layers)
         names = part_names(shape.layers, len(shape.parts))
-        caches = _framed(shape, caches)
+        if shape.parts:
+            both = zip(shape.layers, caches, strict=True)
+            caches = [one for layer in both for one in _part_caches(*layer, shape.parts)]
+        else:
+            caches = [_whole_blocks(cache, shape.block_size) for cache in caches]
         self.split = _split(shape, caches[0])
         """Blocks of the kernel per block of vLLM. 1 unless it divides them in HND."""
         if self.split > 1:
@@ -152,7 +156,6 @@ class PagedGroup:
 
     @property
     def device(self) -> torch.device:
-        """The device of the tensors."""
         return self.caches[0].device
 
     @property
@@ -177,17 +180,6 @@ class PagedGroup:
         for cache in self.caches:
             cache.index_fill_(0, cleared, 0)
 
-    def gather(self, lane: Lane, ids: Ints, memory: memoryview, starts: Ints) -> None:
-        """Copy all layers of ``n`` chunks to ``memory``, one layer after the other.
-
-        Args:
-            ids: ``[n, blocks]``: vLLM's blocks of each chunk.
-            memory: writable; pinned for a device lane.
-            starts: ``[n]``: where the ``raw_bytes`` of each chunk start in it. They are complete
-                when a later mark of the lane is done.
-        """
-        lane.gather(self.pages, self.blocks(ids), memory, starts)
-
 
 def _whole_blocks(cache: torch.Tensor, block_size: int) -> torch.Tensor:
     """View kernel blocks ``[n, heads, size, content]`` as blocks of ``block_size`` tokens if the
@@ -200,14 +192,6 @@ def _whole_blocks(cache: torch.Tensor, block_size: int) -> torch.Tensor:
         return cache
     strides = (cache.stride(0) * ratio, *cache.stride()[1:])
     return cache.as_strided((count // ratio, heads, block_size, content), strides)
-
-
-def _framed(shape: GroupShape, caches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return one view for each frame of a payload."""
-    if not shape.parts:
-        return [_whole_blocks(cache, shape.block_size) for cache in caches]
-    both = zip(shape.layers, caches, strict=True)
-    return [view for name, cache in both for view in _part_caches(name, cache, shape.parts)]
 
 
 def _part_caches(name: str, cache: torch.Tensor, parts: tuple[PartView, ...]) -> list[torch.Tensor]:
@@ -274,11 +258,11 @@ def check_pages(group: PagedGroup, lane: Lane) -> None:
     neighbouring blocks must be unchanged. The blocks must not be in use. Their contents are
     restored. Block 0 is not touched. Raises ``ConfigError``.
     """
-    blocks = min(len(cache) for cache in group.caches)
+    blocks = group.pages.blocks
     if blocks <= _BLOCKS:
         return  # too few to serve a request
     lane.prepare(group.pages)
-    written = [blocks - 1, max(1, blocks // 2)][: blocks - 1]
+    written = [blocks - 1, blocks // 2]
     watched = sorted({b for w in written for b in (w - 1, w, w + 1) if 0 <= b < blocks})
     before = [distinct(cache)[watched].clone() for cache in group.caches]
     try:
@@ -289,7 +273,7 @@ def check_pages(group: PagedGroup, lane: Lane) -> None:
 
 
 def _check(group: PagedGroup, lane: Lane, written: list[int], watched: list[int]) -> None:
-    neighbours = [block for block in watched if block not in written]
+    neighbours = sorted({*watched} - {*written})
     untouched = [cache[neighbours].cpu() for cache in group.caches]
     ids = np.array([written], np.int64)
     sizes = (len(written) * group.pages.nbytes).tolist()
@@ -308,16 +292,15 @@ def _check(group: PagedGroup, lane: Lane, written: list[int], watched: list[int]
     lane.scatter(given.numpy().data, starts, group.pages, ids)
     lane.gather(group.pages, ids, back.numpy().data, starts[:, 0])
     lane.mark().wait()  # plain indexing below is on another stream
-    for layer, (cache, pattern) in enumerate(zip(group.caches, patterns, strict=True)):
-        seen = cache[written].cpu()
-        beside = cache[neighbours].cpu()
+    all_layers = zip(group.layers, group.caches, patterns, untouched, strict=True)
+    for layer, cache, pattern, beside in all_layers:
         if not (
             torch.equal(back, given)
-            and torch.equal(seen, pattern)
-            and torch.equal(beside, untouched[layer])
+            and torch.equal(cache[written].cpu(), pattern)
+            and torch.equal(cache[neighbours].cpu(), beside)
         ):
             raise ConfigError(
-                f"the KV cache of {group.layers[layer].name} does not return the blocks written "
+                f"the KV cache of {layer.name} does not return the blocks written "
                 f"to it (shape {tuple(cache.shape)}, strides {cache.stride()}): this layout "
                 "is not supported, run the model without the objkv connector or choose another "
                 "attention backend"

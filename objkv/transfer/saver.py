@@ -337,7 +337,8 @@ class Saver:
             rooms = [header_room(group.layers, tokens=len(one.save.tokens or ())) for one in some]
             starts = np.array([one.slab.start for one in some], np.int64) + rooms
             try:
-                group.gather(self._lane, ids, self._slabs.memory.numpy().data, starts)
+                memory = self._slabs.memory.numpy().data
+                self._lane.gather(group.pages, group.blocks(ids), memory, starts)
             except Exception:  # such as no memory for staging: a drop, as without a slab
                 logger.exception("chunks of a group not gathered count=%d", len(some))
                 failed += some

@@ -110,7 +110,7 @@ class SlabPool:
             self._pending.append((mark, memory))
 
     def _put_back(self, memory: torch.Tensor) -> None:
-        """Free the memory of a leased slab. Called once for each lease."""
+        """Called once for each lease."""
         with self._lock:
             self._free.append(memory)
 

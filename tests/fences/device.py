@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from objkv.agent.arena_cache import CachedPayload
-from objkv.transfer.lanes import HostLane, Ints, PagedLayers, Recast, address_of
+from objkv.transfer.lanes import Lane, Ints, PagedLayers, Recast, address_of
 from objkv.transfer.loading.loader import Loader
 from objkv.transfer.plan import LoadMoves, LoadPlan
 from objkv.transfer.saver import Saver
@@ -167,7 +167,7 @@ class WatchedLane:
         self.per_span = stream.late  # as device lanes are
         self._loads = loads
         self._hands, self._compute = hands, compute
-        self._lane = HostLane()
+        self._lane = Lane()
         self._owners: Sequence[int] = ()
         self.saved: Any = None
         """The step whose copies are being submitted. If it is dropped, it does not matter what they
