@@ -224,6 +224,16 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return out
 
 
+def plain_frames(layers: Iterable[LayerSpec], checksums: Iterable[str]) -> list[Frame]:
+    """Return uncompressed, unsealed frames one after another, from offset 0 on. ``checksums``: of
+    the pages of each layer."""
+    frames, offset = list[Frame](), 0
+    for layer, checksum in zip(layers, checksums, strict=True):
+        frames.append(Frame(layer, "none", offset, layer.nbytes, checksum, checksum))
+        offset += layer.nbytes
+    return frames
+
+
 def render(
     claim: Claim,
     frames: Sequence[Frame],
@@ -441,21 +451,16 @@ class Form:
         self.ends = tuple(accumulate((layer.nbytes for layer in layers), initial=0))
         """Start of each layer's pages after the header, then the end of the last."""
         self._codecs, self._proofs = ("none",) * len(layers), ("",) * len(layers)
-        tail, total = self._example()
         # The frames' checksums come first: names, which may contain anything, follow all frames.
-        self._fixed = tuple(tail.split(_ANY.encode(), len(layers)))
+        self._fixed = tuple(self._example().split(_ANY.encode(), len(layers)))
         places = "32s".join(f"{len(piece)}s" for piece in self._fixed)
         self._tail = struct.Struct(f"={places}")
-        self._placed = self._place(total)
 
-    def _example(self) -> tuple[bytes, int]:
-        """Return the output of ``render`` after the provenance, and the length of such a header."""
-        frames = [
-            Frame(layer, "none", start, layer.nbytes, _ANY, _ANY)
-            for layer, start in zip(self.layers, self.ends, strict=False)
-        ]
+    def _example(self) -> bytes:
+        """Return the output of ``render`` after the provenance, without padding."""
+        frames = plain_frames(self.layers, [_ANY] * len(self.layers))
         rendered = render(_SOME_CLAIM, frames, Provenance("0" * 64, "", 0))
-        text = verified_text(memoryview(rendered))
+        text = verified_text(rendered)
         # JSON or a dict may merge names, and layers may exceed the format's limits.
         if parse_verified(text).frames.layers != self.layers:
             raise PayloadError("layers that a header cannot distinguish")
@@ -463,7 +468,7 @@ class Form:
         assert text.raw.startswith(opening, LENGTH_BYTES)
         provenance = _PROVENANCE.match(text.raw, LENGTH_BYTES + len(opening))
         assert provenance is not None
-        return rendered[provenance.end() :].rstrip(b" "), len(rendered)
+        return rendered[provenance.end() :].rstrip(b" ")
 
     def read(self, text: VerifiedText, claim: Claim) -> Header | None:
         """Return the header in ``text``, or None if it does not have exactly this form and this
@@ -501,16 +506,10 @@ class Form:
         return text, Header(claim, frames, checksum_of(text), provenance)
 
     def _frames(self, total: int, checksums: tuple[str, ...]) -> Frames:
-        placed = self._placed  # read once: other threads read headers of other lengths
-        if placed[0] != total:
-            placed = self._placed = self._place(total)
-        _, starts, ends = placed
-        return Frames(self.layers, self._codecs, starts, ends, checksums, checksums, self._proofs)
-
-    def _place(self, total: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-        """Return ``total``, a header's length, and the starts and ends of the frames after it."""
-        ends = tuple(total + end for end in self.ends)
-        return total, ends[:-1], ends[1:]
+        """``total``: the header's length."""
+        at = tuple([total + end for end in self.ends])
+        sums = checksums, checksums, self._proofs
+        return Frames(self.layers, self._codecs, at[:-1], at[1:], *sums)
 
 
 def identities(

@@ -20,6 +20,7 @@ from objkv.codec.header import (
     form_of,
     header_bytes_needed,
     parse_known,
+    plain_frames,
     read_header,
     render,
 )
@@ -151,11 +152,7 @@ def plain_header(header: Header, checksums: Sequence[str]) -> bytes:
     ``checksums``: xxh3_128 of the pages of each layer. The length depends on none of them. Raises
     ``PayloadError`` if the header would exceed the format's limits.
     """
-    frames, offset = [], 0
-    for layer, checksum in zip(header.frames.layers, checksums, strict=True):
-        frames.append(Frame(layer, "none", offset, layer.nbytes, checksum, checksum))
-        offset += layer.nbytes
-    return render(header.claim, frames, header.provenance)
+    return render(header.claim, plain_frames(header.frames.layers, checksums), header.provenance)
 
 
 def header_room(layers: tuple[LayerSpec, ...], *, tokens: int = 0) -> int:

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from functools import partial
 from threading import Condition, Thread
 from time import monotonic, sleep
-from typing import Final
 
 import numpy as np
 
@@ -26,17 +25,12 @@ from objkv.transfer.lanes import Bools, Ints, address_of, offsets_of
 from objkv.transfer.slabs import Slab, SlabPool
 
 logger = logging.getLogger(__name__)
-WINDOW_BYTES: Final = SEAM_BYTES
 _PAUSES = 4
 """After each call of the driver, launches get so many times the time that it took."""
 _STEP_BYTES = 2 << 20
 
 PinReadOnly = Callable[[int, int], Callable[[], None]]
 """Page-locks mapped memory and returns what unlocks it, see ``DeviceDriver.pin_read_only``."""
-
-
-def _nothing() -> None:
-    pass
 
 
 class RegistrationWindows:
@@ -52,8 +46,8 @@ class RegistrationWindows:
         nbytes: int,
         pin: PinReadOnly,
         *,
-        window_bytes: int = WINDOW_BYTES,
-        begin: Callable[[], None] = _nothing,
+        window_bytes: int,
+        begin: Callable[[], None] = lambda: None,
     ) -> None:
         """``address`` and ``nbytes``: the mapping, whole pages. ``begin``: prepares the thread that
         registers."""
@@ -66,8 +60,8 @@ class RegistrationWindows:
         """Number of the first window."""
         self._known: set[int] = set()
         """Windows that were ever wanted."""
-        self._undo: dict[int, Callable[[], None]] = {}
-        """For each registered window, what unlocks it."""
+        self._undo: list[Callable[[], None]] = []
+        """What unlocks each registered window."""
         self._lacking = np.arange(end - first + 1)
         """How many windows before each, counted from the first, are not registered. Replaced as a
         whole."""
@@ -104,7 +98,7 @@ class RegistrationWindows:
         """Register no more, and leave all windows as they are: a device may read them until the
         process ends. Never waits."""
         self._keeps = True
-        self.close(_nothing)
+        self.close(lambda: None)
 
     def join(self, seconds: float) -> bool:
         """Wait until ``close`` is done, for at most ``seconds``. Returns whether it is."""
@@ -141,7 +135,7 @@ class RegistrationWindows:
                 self._changed.wait_for(lambda: self._end is not None)
         if self._keeps:
             return
-        for undo in self._undo.values():
+        for undo in self._undo:
             began = monotonic()
             try:
                 undo()
@@ -154,7 +148,9 @@ class RegistrationWindows:
     def _register(self, number: int) -> None:
         if self._refused:
             return
-        start, end = self._span(number)
+        start = number * self._window
+        end = min(start + self._window, self._address + self._nbytes)
+        start = max(start, self._address)
         for at in range(start, end, _STEP_BYTES):  # meanwhile no other thread can map or unmap
             map_pages(at, min(_STEP_BYTES, end - at), writable=False)
         began = monotonic()
@@ -163,7 +159,7 @@ class RegistrationWindows:
         except RuntimeError as exc:  # others would be refused, too
             self._refuse(exc)
             return
-        self._undo[number] = undo
+        self._undo.append(undo)
         lacking = self._lacking.copy()
         lacking[number - self._first + 1 :] -= 1
         self._lacking = lacking
@@ -177,11 +173,6 @@ class RegistrationWindows:
             reason,
         )
 
-    def _span(self, number: int) -> tuple[int, int]:
-        """Return the addresses of a window, ``[start, end)``."""
-        start = number * self._window
-        return max(start, self._address), min(start + self._window, self._address + self._nbytes)
-
 
 class ArenaRegistration:
     """Frames in an agent's arena, where a device can read them. Belongs to one thread."""
@@ -191,8 +182,8 @@ class ArenaRegistration:
         slabs: SlabPool,
         pin: PinReadOnly,
         *,
-        window_bytes: int = WINDOW_BYTES,
-        begin: Callable[[], None] = _nothing,
+        window_bytes: int = SEAM_BYTES,
+        begin: Callable[[], None] = lambda: None,
     ) -> None:
         """``slabs``: pinned, each at least as large as any frame. For the rest see
         ``RegistrationWindows``."""
@@ -220,9 +211,9 @@ class ArenaRegistration:
 
     def abandon(self) -> None:
         """Leave the arena as it is, until the process ends."""
-        windows, self.windows, self._arena = self.windows, None, None
-        if windows is not None:
-            windows.abandon()
+        if self.windows is not None:
+            self.windows.abandon()
+        self.windows = self._arena = None
 
     def join(self, seconds: float) -> bool:
         """Wait until the last ``detach`` is done, for at most ``seconds``. Returns whether it is.

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from objkv.agent.arena_cache import CachedPayload
-from objkv.transfer.lanes import Lane, Ints, PagedLayers, Recast, address_of
+from objkv.transfer.lanes import Ints, Lane, PagedLayers, Recast, address_of
 from objkv.transfer.loading.loader import Loader
 from objkv.transfer.plan import LoadMoves, LoadPlan
 from objkv.transfer.saver import Saver
