@@ -62,11 +62,8 @@ _SHUFFLED = {
 
 def compress(codec: str, pages: memoryview, item_bytes: int) -> tuple[str, Buffer]:
     """Return the frame of ``pages`` and its actual codec: ``codec``, or ``none`` if that saves less
-    than ``GAIN_MIN``. In that case the frame is ``pages`` itself, not a copy.
-
-    ``item_bytes`` is the size of one element, which ``blosc`` needs for shuffling. Raises KeyError
-    for an unknown codec.
-    """
+    than ``GAIN_MIN``. In that case the frame is ``pages`` itself, not a copy. ``item_bytes``: of an
+    element, for shuffling. Raises KeyError for an unknown codec."""
     if codec == "none":
         return "none", pages
     frame: bytes
@@ -80,11 +77,9 @@ def compress(codec: str, pages: memoryview, item_bytes: int) -> tuple[str, Buffe
 
 
 def decompress_into(codec: str, frame: memoryview, out: memoryview) -> None:
-    """Decode ``frame`` to exactly fill ``out``. After an error the content of ``out`` is undefined.
-
-    Never allocates memory by a length from inside ``frame``. Raises ``PayloadError`` for a frame
-    that is corrupt or decodes to another length, and for an unknown codec.
-    """
+    """Decode ``frame`` to exactly fill ``out``. Never allocates memory by a length from inside
+    ``frame``. Raises ``PayloadError`` for a frame that is corrupt or decodes to another length, and
+    for an unknown codec; the content of ``out`` is then undefined."""
     if codec == "lz4":
         _decompress_lz4(frame, out)
     elif codec in _SHUFFLED:
@@ -151,11 +146,9 @@ def _decompress_blosc(way: _Shuffled, frame: memoryview, out: memoryview) -> Non
 
 
 def _check_blosc_header(way: _Shuffled, frame: memoryview, nbytes: int) -> None:
-    """Refuse every chunk that objkv's encoder would not write.
-
-    blosc2 writes as many bytes as the chunk's own header claims, whatever the buffer's length, and
-    loads plugins for unknown filters and codecs. Both must be excluded first.
-    """
+    """Refuse every chunk that objkv's encoder would not write: blosc2 writes as many bytes as the
+    chunk's own header claims, whatever the buffer's length, and loads plugins for unknown filters
+    and codecs."""
     if len(frame) < _BLOSC_HEADER_BYTES:
         raise PayloadError(f"blosc: the frame has only {len(frame)} bytes")
     header = bytes(frame[:_BLOSC_HEADER_BYTES])

@@ -22,11 +22,8 @@ _SCALES = re.compile(rf"({_NUMBER}) ({_NUMBER})")
 
 def scales_text(k_scale: float, v_scale: float) -> str:
     """Return the scales of K and V of a quantised layer as ``<k> <v>``, each number in its shortest
-    form. Raises ValueError unless both are finite and positive.
-
-    Pages of such a layer are meaningless without them: a value is the stored number times the
-    scale. Text makes equality exact, without comparing floats.
-    """
+    form: text makes equality exact. A value is the stored number times the scale. Raises ValueError
+    unless both are finite and positive."""
     for scale in (k_scale, v_scale):
         if not (isfinite(scale) and scale > 0):
             raise ValueError(f"{scale!r} is not a finite positive scale")
@@ -75,8 +72,7 @@ DTYPE_BYTES: Final = TYPED_BYTES | {"F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1, "F8_E8M0
 
 
 def digest(content: Buffer) -> str:
-    """Return the checksum used everywhere in a payload: xxh3_128 (seed 0), canonical, as 32 hex
-    digits."""
+    """Return the checksum of payloads: xxh3_128 (seed 0), canonical, as 32 hex digits."""
     return xxhash.xxh3_128_hexdigest(content)
 
 
@@ -126,6 +122,11 @@ class LayerSpec:
         """Size of all pages of the layer."""
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
+    @property
+    def shape_text(self) -> str:
+        """The shape, as headers have it."""
+        return "x".join(map(str, self.shape))
+
 
 class Frame(NamedTuple):
     """Position of one layer's bytes in the payload, and their encoding."""
@@ -148,8 +149,8 @@ class Frame(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Frames:
-    """The frames of a payload in forward order of the layers, stored as columns. Readers of
-    thousands of payloads per second use the columns; a ``Frame`` is built only on demand."""
+    """The frames of a payload in forward order of the layers, in columns for those who read
+    thousands of payloads per second. A ``Frame`` is built only on demand."""
 
     layers: tuple[LayerSpec, ...]
     codecs: tuple[str, ...]
@@ -230,8 +231,7 @@ UNSEALED: Final = Marks()
 
 
 class FramePosition(NamedTuple):
-    """A frame's position and content type in its payload. An encrypted frame can be decrypted only
-    at its own position."""
+    """A frame's position and content type. An encrypted frame can be decrypted only there."""
 
     number: int
     codec: str
@@ -269,7 +269,7 @@ class Header:
     def raw_bytes(self) -> int:
         """Size of all pages before compression."""
         if self.codec == "none":
-            return self.frames.ends[-1] - self.frames.starts[0]
+            return self.nbytes - self.data_start
         return sum(layer.nbytes for layer in self.frames.layers)
 
     @property

@@ -92,8 +92,7 @@ class NamespaceIdentity:
         return {"format": FORMAT, "hash": self.scheme, **asdict(self)}
 
     def canonical(self) -> bytes:
-        """Return the document's canonical encoding: JSON, keys sorted, no spaces, ASCII, no
-        floats."""
+        """Return the document's canonical encoding, see ``canonical_json``."""
         return canonical_json(self.document())
 
     def namespace(self) -> str:
@@ -145,8 +144,8 @@ def name_model(model: str, model_id: str | None) -> str:
 def sealed_extra(
     extra: tuple[tuple[str, str], ...], seals: tuple[str, ...]
 ) -> tuple[tuple[str, str], ...]:
-    """Return ``extra`` for replicas that seal payloads in these ways. They share only with replicas
-    of the same ways. The keys are not included, so they can be replaced."""
+    """Return ``extra`` for replicas that seal payloads in these ways, and share only with such
+    replicas. The keys are not included, so they can be replaced."""
     if not seals:
         return extra
     return tuple(sorted({**dict(extra), SEALS_NAME: " ".join(seals)}.items()))
@@ -169,6 +168,6 @@ def canonical_json(document: Any) -> bytes:
 
 
 def identity_path(namespace: str) -> str:
-    """Return the path of the document in the bulk store, which lets an audit explain why two
+    """Return the path of the document in the bulk store, by which an audit explains why two
     replicas do not share."""
     return f"{namespace}/identity.json"

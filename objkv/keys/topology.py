@@ -119,12 +119,8 @@ class RankShard:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """How one replica's KV of one group is distributed over its ranks: which rank holds, saves and
-    reads which part.
-
-    Raises ValueError for sizes that vLLM could not run. Ranks are numbered as in vLLM: ``pp_rank *
-    tp_size + tp_rank``.
-    """
+    """How one replica's KV of one group is distributed over its ranks, which are numbered as in
+    vLLM: ``pp_rank * tp_size + tp_rank``. Raises ValueError for sizes that vLLM could not run."""
 
     tp_size: int
     heads: int
@@ -189,11 +185,8 @@ class Topology:
 
     def joined(self, rank: int) -> tuple[Shard, int]:
         """Return what the ranks of a node have together, and in how many different shards, for a
-        ``rank`` that holds one.
-
-        It is the rank's own shard if together they have no rectangle, or if another node has some
-        of it, but not all: then a node does not write all of it alone.
-        """
+        ``rank`` that holds one. It is the rank's own shard if together they have no rectangle, or
+        if another node has some of it, but not all: then a node does not write all of it alone."""
         own, each = self.held(rank), self.size // self.nodes
         assert own is not None
         is_even = not self.size % self.nodes and not each % self.dcp_size

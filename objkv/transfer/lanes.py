@@ -47,10 +47,8 @@ class Recast:
     """First token of the frame to take, and the distance to the next ones."""
 
     def __call__(self, pages: PagesT, block_size: int) -> PagesT:
-        """Return ``[..., blocks, heads, block_size, content]`` of ``pages`` in the reader's blocks.
-
-        A view of ``pages`` if the block size is the same, otherwise a copy. Any ratio works, if the
-        tokens fill whole blocks.
+        """Return ``[..., blocks, heads, block_size, content]`` of ``pages`` in the reader's blocks:
+        a view if the block size is the same, otherwise a copy. The tokens must fill whole blocks.
         """
         start, end = self.heads
         assert 0 <= start < end <= pages.shape[-3]
@@ -147,8 +145,8 @@ class PagedLayers:
     @cached_property
     def stacks(self) -> list[tuple[range, Pages, range]]:
         """The caches as few numpy arrays, ``[layers, blocks, heads, block_size, content]``, each
-        between its layers and the addresses that it spans. It has consecutive layers of one form,
-        at one distance in memory, as they nearly always are. Only for caches in host memory."""
+        with its layers before and the addresses that it spans behind. Layers of one array follow
+        one another, have one form, and are at one distance in memory. For host memory only."""
         stacks = []
         for run in self.runs:
             steps = np.diff(self.addresses[run.start : run.stop]).tolist()
@@ -187,8 +185,8 @@ class PagedLayers:
 
     @property
     def pointers(self) -> torch.Tensor:
-        """The same addresses in the memory of the layers' device. The upload blocks: other streams
-        may use it at once. For a rank's own pages it is done by ``Lane.prepare``."""
+        """The same addresses in the memory of the layers' device. The upload blocks, because other
+        streams may use it at once; ``Lane.prepare`` does it for a rank's own pages."""
         if self._pointers is None:
             with self._uploading:
                 if self._pointers is None:
@@ -218,8 +216,8 @@ _DONE = Mark()
 def check_reach(
     memory: memoryview, starts: Ints, nbytes: Ints, layers: PagedLayers, ids: Ints
 ) -> None:
-    """Raise IndexError if blocks are not in the cache, or bytes not in ``memory``: it would be
-    other memory. ``nbytes``: from each of ``starts`` on, of the same shape or broadcast to it."""
+    """Raise IndexError if blocks are not in the cache, or bytes not in ``memory``. ``nbytes``: from
+    each of ``starts`` on, of the same shape or broadcast to it."""
     if starts.shape not in ((len(ids),), (len(ids), len(layers))):  # they would be broadcast
         raise ValueError(f"starts of {starts.shape} for {len(ids)} times {len(layers)} layers")
     if ids.view(np.uint64).max() >= layers.blocks:  # those below 0 are huge numbers there
@@ -231,7 +229,7 @@ def check_reach(
 
 def address_of(memory: memoryview) -> int:
     """Return where ``memory`` starts."""
-    return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
+    return np.frombuffer(memory, np.uint8).ctypes.data
 
 
 def offsets_of(nbytes: Ints) -> Ints:
@@ -369,22 +367,16 @@ def _moves(
 def _span_of(cells: Pages) -> range:
     """Return the addresses from the array's first byte in memory to its last."""
     ends = [(n - 1) * stride for n, stride in zip(cells.shape, cells.strides, strict=True)]
-    at = cells.__array_interface__["data"][0]
-    return range(
-        at + sum(min(end, 0) for end in ends),
-        at + sum(max(end, 0) for end in ends) + cells.itemsize,
-    )
+    first, last = (sum(edge(end, 0) for end in ends) for edge in (min, max))
+    return range(cells.ctypes.data + first, cells.ctypes.data + last + cells.itemsize)
 
 
 def _regular(
     stacks: list[tuple[range, Pages, range]], starts: Ints, memory: memoryview
 ) -> Iterator[tuple[range, Pages]]:
     """Yield stacks of layers whose frames are at one distance in memory, as in a payload; others
-    layer by layer.
-
-    So are those between which ``memory`` lies: numpy would take the two for overlapping, and copy
-    to a buffer of its own first. That may lie there, too, and so on until the process ends.
-    """
+    layer by layer. So are those between which ``memory`` lies: numpy would take the two for
+    overlapping, and copy to a buffer of its own first, which may lie there, too, and so on."""
     first = address_of(memory)
     for part, cells, span in stacks:
         steps = np.diff(starts[:, part.start : part.stop])

@@ -2,9 +2,8 @@
 
 A payload has its frames in rows: one row per layer, or part of a state, and in each row one frame
 per column, which is what one rank of the writer had: some heads, or some tokens. A rank that loads
-needs consecutive rows, and of each the columns that hold its heads and tokens. Payloads of another
-block size divide the same tokens into other blocks. A payload whose frames are not exactly those of
-its group is refused.
+needs consecutive rows, and of each the columns with its heads and tokens. The blocks may have other
+sizes than the rank's. A payload whose frames are not exactly those of its group is refused.
 """
 
 from collections.abc import Mapping, Sequence
@@ -91,8 +90,7 @@ class PayloadLayout:
         data_start: int,
     ) -> None:
         """``shard``: what the payloads have of the group, None for all. ``found``: their frames,
-        one after the other from ``data_start`` on. Raises ``PayloadError`` if those are not such
-        payloads'."""
+        from ``data_start`` on. Raises ``PayloadError`` if those are not such payloads'."""
         self._group = group
         shape, held = group.shape, shard or group.shape.whole
         names = _row_names(group, held)
@@ -152,15 +150,13 @@ class PayloadLayout:
         """Write the rank's part of some rows of ``n`` payloads into blocks.
 
         Raises IndexError for a block that does not exist, or a span outside ``memory``, and
-        ValueError for more blocks than a payload has.
+        ValueError for more blocks than a payload has. For the other arguments see ``Lane.scatter``.
 
         Args:
             rows: which, all of them in ``self.rows``.
-            memory: has their raw, verified bytes. Must stay alive until the lane's next mark is
-                done.
+            memory: has their raw, verified bytes.
             starts: ``[n, rows]``: where the spans of the rows start in it, see ``self.starts``.
-            ids: ``[n, blocks]``: vLLM's block ids. Must not change any more.
-            first_block: the payloads' block that the first of them receives.
+            first_block: the payloads' block that the first of ``ids`` receives.
         """
         first = rows.start - self.rows.start
         ours = range(first, first + len(rows))
@@ -240,16 +236,13 @@ def _shares(columns: int, heads: int, held: Shard) -> list[Shard]:
 
 
 def _common_layers(shape: GroupShape, held: Shard) -> range:
-    """Return the layers of which a payload has something that the rank needs. If its tokens are
-    dealt in a way that the rank cannot read, the rank still needs it, so that loading it fails."""
+    """Return the layers of which a payload has something that the rank needs. If it cannot read how
+    the tokens are dealt, it still needs them, so that loading fails."""
     own = shape.rank_shard.shard
     sources = own.tokens.sources(held.tokens.size, held.tokens.interleave)
     if not own.overlaps(held) or (sources and held.tokens not in sources):
         return range(0)
-    return range(
-        max(own.layer_start, held.layer_start),
-        min(own.layer_end, held.layer_end),
-    )
+    return range(max(own.layer_start, held.layer_start), min(own.layer_end, held.layer_end))
 
 
 def _rows(shape: GroupShape, layers: range, shard: Shard) -> range:
@@ -259,8 +252,8 @@ def _rows(shape: GroupShape, layers: range, shard: Shard) -> range:
 
 
 def _selection(own: TokenPart, source: TokenPart) -> tuple[slice, tuple[int, int]]:
-    """Return which slots of the rank's blocks a payload fills, and which tokens of the payload are
-    taken: the first, and the distance to the next ones."""
+    """Return which slots of the rank's blocks a payload fills, and which tokens of it are taken:
+    the first, and the distance to the next ones."""
     if source.size > own.size:
         step = source.size // own.size
         return slice((source.rank - own.rank) // own.size, None, step), (0, 1)

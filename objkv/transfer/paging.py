@@ -38,11 +38,8 @@ DTYPE_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """The element type and scales of one layer's cache.
-
-    The tensor does not have them: vLLM stores fp8 as plain bytes, and keeps the scales in the
-    layer.
-    """
+    """The element type and scales of one layer's cache. The tensor does not have them: vLLM stores
+    fp8 as plain bytes, and keeps the scales in the layer."""
 
     dtype: str | None
     """Name of a one-byte safetensors dtype. None: the tensor's own."""
@@ -65,8 +62,8 @@ class GroupShape:
     heads: int = 0
     """Heads over all ranks. 0: this rank has all heads."""
     divisible: bool = False
-    """Whether tokens can be moved into blocks of another size, so that replicas with different
-    block sizes share. True if pages are canonical and the group keeps all tokens."""
+    """Whether tokens can be moved into blocks of another size: pages are canonical, and the group
+    keeps all tokens."""
     payload: Shard | None = None
     """What the payloads have that the rank writes, alone or with others. None: all of the group."""
     joined: int = 1
@@ -101,8 +98,7 @@ NOT_QUANTISED: Mapping[str, Quantised] = MappingProxyType({})
 
 
 class PagedGroup:
-    """One group's layers on this rank. vLLM owns the tensors. They are never freed or resized
-    here."""
+    """One group's layers on this rank. vLLM owns the tensors."""
 
     def __init__(
         self,
@@ -164,8 +160,7 @@ class PagedGroup:
         return self.pages.caches
 
     def blocks(self, ids: Ints) -> Ints:
-        """Return the kernel's blocks that vLLM's blocks consist of, ``[n, split * blocks]`` of
-        ``[n, blocks]``."""
+        """Return the kernel's blocks, ``[n, split * blocks]``, of vLLM's, ``[n, blocks]``."""
         if self.split == 1:
             return ids
         return (ids[..., None] * self.split + np.arange(self.split)).reshape(len(ids), -1)
@@ -244,20 +239,17 @@ def _layer_spec(
     return LayerSpec(name, quantised.dtype or DTYPE_NAMES[cache.dtype], pages, quantised.scales)
 
 
-# A self-test of a rank's pages before the first request. It writes blocks, reads them back, and
-# checks that nothing else changed. A layout that objkv misreads is refused instead of corrupted.
+# A self-test of a rank's pages before the first request. A layout that objkv misreads is refused
+# instead of corrupted.
 
 _BLOCKS = 2
 """Number of blocks written. Their neighbours are checked too."""
 
 
 def check_pages(group: PagedGroup, lane: Lane) -> None:
-    """Write a pattern into blocks of every layer and check it.
-
-    The lane and plain indexing must both read it back, each layer must have its own pattern, and
-    neighbouring blocks must be unchanged. The blocks must not be in use. Their contents are
-    restored. Block 0 is not touched. Raises ``ConfigError``.
-    """
+    """Write a pattern of its own into blocks of every layer. The lane and plain indexing must both
+    read it back, and neighbouring blocks must be unchanged. Otherwise raises ``ConfigError``. The
+    blocks, which must not be in use, are restored. Block 0 is not touched."""
     blocks = group.pages.blocks
     if blocks <= _BLOCKS:
         return  # too few to serve a request

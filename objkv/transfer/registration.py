@@ -63,8 +63,7 @@ class RegistrationWindows:
         self._undo: list[Callable[[], None]] = []
         """What unlocks each registered window."""
         self._lacking = np.arange(end - first + 1)
-        """How many windows before each, counted from the first, are not registered. Replaced as a
-        whole."""
+        """How many windows before each are not registered. Replaced as a whole."""
         self._refused = False
         self._end: Callable[[], None] | None = None
         self._keeps = False
@@ -223,12 +222,13 @@ class ArenaRegistration:
     def readable(
         self, starts: Ints, sizes: Ints
     ) -> tuple[list[int], memoryview, Ints, Slab | None]:
-        """Return memory in which the device can read spans of some of ``n`` payloads now.
+        """Return memory in which the device can read spans of some of ``n`` payloads now. Never
+        waits for the device.
 
         Either all spans of payloads that it can read in the arena, or a slab with all spans of the
         first payloads; if not even those of one fit, with the first spans of the first payload.
         Raises ``SlabsExhaustedError`` if all slabs are being read, and IndexError for a span
-        outside the arena. Never waits for the device.
+        outside the arena.
 
         Args:
             starts: ``[n, spans]``: where they start in the arena, in order; neither is 0.
@@ -236,8 +236,7 @@ class ArenaRegistration:
 
         Returns:
             which payloads, the memory, where their spans start in it, ``[payloads, spans]`` or
-            fewer, and the slab that has it, if any. The caller returns that when the device has
-            read it.
+            fewer, and the slab that has it, if any, which the caller returns.
         """
         windows, arena = self.windows, self._arena
         assert windows is not None
@@ -258,11 +257,7 @@ class ArenaRegistration:
         slab = self._slabs.lease()
         room, source = np.frombuffer(slab.view, np.uint8), np.frombuffer(arena, np.uint8)
         places = np.arange(count)[:, None] * each + offsets_of(taken)
-        for place, start, nbytes in zip(
-            places.reshape(-1).tolist(),
-            starts[:count, :spans].reshape(-1).tolist(),
-            np.tile(taken, count).tolist(),
-            strict=True,
-        ):
+        columns = places, starts[:count, :spans], np.tile(taken, (count, 1))
+        for place, start, nbytes in np.stack(columns, -1).reshape(-1, 3).tolist():
             np.copyto(room[place : place + nbytes], source[start : start + nbytes])
         return list(range(count)), slab.view, places, slab

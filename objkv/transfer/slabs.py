@@ -1,8 +1,7 @@
 """Slabs: a bounded pool of equal buffers for payloads, page-locked if a device reads them.
 
-An empty pool raises ``SlabsExhaustedError``, which becomes a miss or a drop. A caller may wait, but
-only for slabs that a device is copying. The slabs for payloads of other shapes, which are few and
-may be huge, have a queue.
+An empty pool raises ``SlabsExhaustedError``, which becomes a miss, a drop, or a wait for slabs that
+a device is copying.
 """
 
 import logging
@@ -71,10 +70,7 @@ class SlabPool:
         assert count > 0
         assert slab_bytes > 0
         self._name = name
-        self.total = count
-        """Number of slabs."""
-        self.slab_bytes = slab_bytes
-        """Size of each slab."""
+        self.total, self.slab_bytes = count, slab_bytes
         self._lock = Lock()
         self._pending: list[tuple[Mark, torch.Tensor]] = []
         """Memory that is free once its mark is done."""
@@ -87,8 +83,7 @@ class SlabPool:
 
     @property
     def leased(self) -> int:
-        """Number of slabs that are leased, or were returned but are still being copied by a device.
-        0 when no transfer is in flight."""
+        """Number of slabs that are leased, or were returned but are still being copied."""
         self._reclaim()
         return self.total - len(self._free)
 
@@ -115,11 +110,8 @@ class SlabPool:
             self._free.append(memory)
 
     def _reclaim(self) -> None:
-        """Free the pending slabs that no device copies any more.
-
-        Looks at all of them, because lanes do not end in the order in which they began. The driver
-        is called without the lock: it may be busy with another thread's call.
-        """
+        """Free the pending slabs that no device copies any more, in any order: lanes do not end in
+        the order in which they began. The driver is called without the lock: it may be busy."""
         with self._lock:
             marks = {id(mark): mark for mark, _ in self._pending}  # of chunks gathered together
         done = {key for key, mark in marks.items() if _is_done(mark)}
@@ -152,11 +144,8 @@ def _keep_pending(name: str, pending: list[tuple[Mark, torch.Tensor]]) -> None:
 
 
 def _allocate(nbytes: int, pin: Pin | None, fd: int = -1) -> torch.Tensor:
-    """Return ``[nbytes]`` uint8 that begins a page, page-locked if ``pin`` is given.
-
-    Pages of its own, exactly as many as needed: PyTorch's pinned memory is rounded up to a power of
-    two, so that 1 GiB in slabs of 33 MiB takes 1.5.
-    """
+    """Return ``[nbytes]`` uint8 that begins a page, page-locked if ``pin`` is given. PyTorch's
+    pinned memory is rounded up to a power of two: 1 GiB in slabs of 33 MiB takes 1.5."""
     memory = np.frombuffer(map_memory(fd, nbytes), np.uint8)
     tensor = torch.from_numpy(memory)
     if pin is not None:
