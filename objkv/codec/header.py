@@ -9,6 +9,7 @@ import json
 import re
 import struct
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import accumulate, chain
 from operator import attrgetter
@@ -337,8 +338,8 @@ def parse_verified(text: VerifiedText) -> Header:
     if metadata.get("chunk", "").encode("utf-8", "replace") != text.raw[CHUNK_AT:CHUNK_END]:
         raise PayloadError("the chunk is not where readers compare it")
     frames = _read_frames(document, metadata, len(text.raw))
-    claim, provenance = _claim(metadata), _provenance(metadata)
-    return Header(claim, frames, text.checksum, provenance, read_marks(metadata))
+    claim = _claim(metadata["chunk"], *(_text(metadata, *item) for item in CLAIM_FORMS.items()))
+    return Header(claim, frames, text.checksum, _provenance(metadata), read_marks(metadata))
 
 
 def _metadata(value: Any) -> dict[str, str]:
@@ -354,12 +355,12 @@ def _text(metadata: dict[str, str], name: str, form: re.Pattern[str]) -> str:
     return text
 
 
-def _claim(metadata: dict[str, str]) -> Claim:
-    shard, parent, start, end = (_text(metadata, *item) for item in CLAIM_FORMS.items())
+def _claim(chunk: str, shard: str, parent: str, start: str, end: str) -> Claim:
+    """Return the claim of these texts, which have their forms except for the chunk's."""
     if int(start) >= int(end):
         raise PayloadError(f"the token range {start}-{end} is empty")
     try:
-        key = ChunkKey.read(metadata.get("chunk", ""), shard)
+        key = ChunkKey.read(chunk, shard)
     except ValueError as exc:
         raise PayloadError(f"the claim: {exc}") from exc
     return Claim(key, bytes.fromhex(parent), int(start), int(end))
@@ -528,13 +529,9 @@ def claim_in(payload: Buffer) -> Claim | None:
     written in another way than ``render`` does."""
     if (match := _CLAIM.match(payload, CHUNK_AT)) is None:
         return None
-    chunk, shard, parent, start, end = map(bytes.decode, match.groups())
-    if int(start) >= int(end):
-        return None
-    try:
-        return Claim(ChunkKey.read(chunk, shard), bytes.fromhex(parent), int(start), int(end))
-    except ValueError:
-        return None
+    with suppress(PayloadError):
+        return _claim(*map(bytes.decode, match.groups()))
+    return None
 
 
 def parse_known(payload: memoryview, claim: Claim, layers: tuple[LayerSpec, ...]) -> Header:

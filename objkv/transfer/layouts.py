@@ -100,7 +100,7 @@ class PayloadLayout:
         shares = _shares(columns, found[0].shape[1], held)
         check_layers(found, _specs(group, names, shares, found[0].shape[2]))
         own, layers = shape.rank_shard.shard, _common_layers(shape, held)
-        tokens = own.tokens.sources(shares[0].tokens.size, shares[0].tokens.interleave)
+        tokens = own.tokens.sources(shares[0].tokens)
         places = [
             place
             for place, share in enumerate(shares)
@@ -239,7 +239,7 @@ def _common_layers(shape: GroupShape, held: Shard) -> range:
     """Return the layers of which a payload has something that the rank needs. If it cannot read how
     the tokens are dealt, it still needs them, so that loading fails."""
     own = shape.rank_shard.shard
-    sources = own.tokens.sources(held.tokens.size, held.tokens.interleave)
+    sources = own.tokens.sources(held.tokens)
     if not own.overlaps(held) or (sources and held.tokens not in sources):
         return range(0)
     return range(max(own.layer_start, held.layer_start), min(own.layer_end, held.layer_end))
