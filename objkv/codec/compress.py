@@ -83,7 +83,11 @@ def decompress_into(codec: str, frame: memoryview, out: memoryview) -> None:
     if codec == "lz4":
         _decompress_lz4(frame, out)
     elif codec in _SHUFFLED:
-        _decompress_blosc(_SHUFFLED[codec], frame, out)
+        _check_blosc_header(_SHUFFLED[codec], frame, out.nbytes)
+        try:
+            _blosc2().decompress2(frame, out, nthreads=1)
+        except (ValueError, RuntimeError) as exc:
+            raise PayloadError(f"blosc: {exc}") from exc
     else:
         raise PayloadError(f"unknown codec {codec!r}")
 
@@ -135,14 +139,6 @@ def _compress_blosc(way: _Shuffled, pages: memoryview, item_bytes: int) -> bytes
         nthreads=1,
     )
     return frame
-
-
-def _decompress_blosc(way: _Shuffled, frame: memoryview, out: memoryview) -> None:
-    _check_blosc_header(way, frame, out.nbytes)
-    try:
-        _blosc2().decompress2(frame, out, nthreads=1)
-    except (ValueError, RuntimeError) as exc:
-        raise PayloadError(f"blosc: {exc}") from exc
 
 
 def _check_blosc_header(way: _Shuffled, frame: memoryview, nbytes: int) -> None:

@@ -332,7 +332,9 @@ def verified_text(payload: Buffer, seal: Seal | None = None) -> VerifiedText:
 def parse_verified(text: VerifiedText) -> Header:
     """Parse a text whose checksum was verified."""
     document = load_object(text.raw[LENGTH_BYTES:])
-    metadata = _metadata(document.pop(METADATA_NAME, None))
+    metadata: Any = document.pop(METADATA_NAME, None)
+    if not isinstance(metadata, dict) or {*map(type, metadata.values())} - {str}:
+        raise PayloadError("the header's metadata is not a map of strings")
     if metadata.pop("format", "") != FORMAT_NAME:
         raise PayloadError("the payload is not of format 2")
     if metadata.get("chunk", "").encode("utf-8", "replace") != text.raw[CHUNK_AT:CHUNK_END]:
@@ -340,12 +342,6 @@ def parse_verified(text: VerifiedText) -> Header:
     frames = _read_frames(document, metadata, len(text.raw))
     claim = _claim(metadata["chunk"], *(_text(metadata, *item) for item in CLAIM_FORMS.items()))
     return Header(claim, frames, text.checksum, _provenance(metadata), read_marks(metadata))
-
-
-def _metadata(value: Any) -> dict[str, str]:
-    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        raise PayloadError("the header's metadata is not a map of strings")
-    return value
 
 
 def _text(metadata: dict[str, str], name: str, form: re.Pattern[str]) -> str:

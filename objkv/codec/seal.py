@@ -86,11 +86,6 @@ class Seal:
         if encryption:
             load_aes()
 
-    @property
-    def encrypts(self) -> bool:
-        """Whether payloads are encrypted, and refused if a frame is not."""
-        return self.encrypter is not None
-
     def sign(self, header: bytearray) -> None:
         """Write the signature into a complete header that has zeros in place of signature and
         checksum."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -161,7 +160,6 @@ class TritonKernels(PageKernels):
         # an address that is aligned differently.
         varying = ["addresses", "ids"]
         self._copy_pages = import_module("triton").jit(_copy_pages, do_not_specialize=varying)
-        self._forms: WeakKeyDictionary[PagedLayers, dict[str, _Form]] = WeakKeyDictionary()
 
     def prepare(self, layers: PagedLayers) -> None:
         """See ``PageKernels.prepare``. Launches every kernel with no blocks, which runs nothing."""
@@ -214,14 +212,11 @@ class TritonKernels(PageKernels):
         frame: _Frame,
         action: str,
     ) -> None:
-        forms = self._forms.get(layers)
-        if forms is None:
-            forms = self._forms[layers] = {action: _form_of(layers, action) for action in _ACTIONS}
         assert staged.is_contiguous()
         assert staged.dtype == layers.caches[0].dtype
         assert ids.dtype == torch.int64
         assert ids.is_contiguous()
-        form = forms[action]
+        form = _form_of(layers, action)
         grid = (ids.numel() * -(-form.page // form.tile), len(layers))
         numbers = _Frame(*[2 * number + 3 for number in frame])
         self._copy_pages[grid](staged, layers.pointers, ids, numbers, form)

@@ -93,7 +93,8 @@ class PayloadLayout:
         from ``data_start`` on. Raises ``PayloadError`` if those are not such payloads'."""
         self._group = group
         shape, held = group.shape, shard or group.shape.whole
-        names = _row_names(group, held)
+        model_layers = shape.model_layers or shape.layers
+        names = part_names(model_layers[held.layer_start : held.layer_end], len(shape.parts))
         columns, rest = divmod(len(found), len(names))
         if rest or not columns:
             raise PayloadError(f"{len(found)} frames for {len(names)} layers")
@@ -279,12 +280,6 @@ def _tokens_of(group: PagedGroup, share: Shard) -> int:
     if rest or not tokens:
         raise PayloadError(f"tokens divided among {share.tokens.size} ranks")
     return tokens
-
-
-def _row_names(group: PagedGroup, held: Shard) -> list[str]:
-    shape = group.shape
-    names = (shape.model_layers or shape.layers)[held.layer_start : held.layer_end]
-    return part_names(names, len(shape.parts))
 
 
 def _specs(

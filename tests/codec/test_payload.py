@@ -59,7 +59,7 @@ def test_every_payload_opens_with_safetensors(codec: str, kind: str, tmp_path: P
         assert set(file.keys()) == {layer.name for layer in LAYERS}
         assert file.metadata()["chunk"] == CLAIM.key.chunk_text
         assert file.metadata()["shard"] == str(CLAIM.key.shard)
-        if kind and SEALS[kind].encrypts:
+        if kind and SEALS[kind].encrypter:
             shapes = [file.get_slice(layer.name).get_shape() for layer in LAYERS]
             assert shapes == [[layer.nbytes] for layer in LAYERS]
 

@@ -412,11 +412,6 @@ class Loader:
         self._thread = Thread(target=self._work, name="objkv-load", daemon=True)
         self._thread.start()
 
-    @property
-    def in_flight(self) -> int:
-        """Number of loads that are not over. Their copies to a device may take longer."""
-        return sum(not job.is_over() for job in self._jobs.values())
-
     def mark_compute(self) -> Mark:
         """Return a mark after all work submitted so far to the current compute stream."""
         return self._lane.mark_compute()
