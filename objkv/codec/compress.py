@@ -21,12 +21,10 @@ Buffer = bytes | bytearray | memoryview
 
 CODECS: Final = ("none", "lz4", "blosc", "blosclz4")
 GAIN_MIN: Final = 0.10
-"""A codec must save at least this share of a frame to be worth decoding; otherwise the frame is
-stored uncompressed."""
+"""A codec that saves less than this share of a frame is not worth decoding."""
 
 PRIVATE_NAMES: Final = {"lz4.block": ("_block",)}
-"""The binding's extension module, used to find the library inside it. Without it lz4 copies each
-frame."""
+"""The binding's extension module, with the library in it. Without it lz4 copies each frame."""
 _BLOSC_HEADER_BYTES = 32
 _BLOSC_VERSION_MAX = 5
 _BLOSC_BLOCK_BYTES_MAX = 16 << 20

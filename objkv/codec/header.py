@@ -380,8 +380,7 @@ def _provenance(metadata: dict[str, str]) -> Provenance:
 # ``parse_verified``, which alone decides about validity. A saver writes at the same positions.
 
 FORMS_MAX: Final = 512
-"""Number of layer tuples whose form is kept, about 10 KiB each. A process reads those of its own
-few groups, and of shards of other shapes, which can be dozens."""
+"""Forms that are kept, of 10 KiB each. Shards of other shapes can be dozens."""
 
 
 def _joined(names: Iterable[str], values: Iterable[str]) -> str:
@@ -415,7 +414,7 @@ _PROVENANCE = re.compile(
 )
 _HEX = b"0123456789abcdef"
 _ANY = "f" * 32
-"""Placeholder of a frame's checksum in a form. It occurs nowhere else between claim and tensors."""
+"""Stands for a frame's checksum. It occurs nowhere else between claim and tensors."""
 _SOME_CLAIM = Claim(ChunkKey("0" * 32, bytes(20), 0), bytes(20), 0, 1)
 
 
@@ -515,8 +514,8 @@ def _opening(claim: Claim) -> bytes:
 
 
 _forms: dict[int, tuple[tuple[LayerSpec, ...], Form | None]] = {}
-"""Keyed by the identity of the layers, which this keeps alive: hashing them takes longer than
-reading a header. The form is None for layers that cannot have one."""
+"""By the identity of the layers, which this keeps alive: hashing them takes longer than reading a
+header. None for layers that can have no form."""
 _making = Lock()
 
 

@@ -31,7 +31,6 @@ class PartPosition(NamedTuple):
     ``first + i * step``."""
 
     parts: int
-    """How many parts the payload has."""
     frames: int
     """How many frames all parts have together."""
     first: int
@@ -69,7 +68,6 @@ class Join:
         self.room = min(HEADER_BYTES_MAX, -(-room // ALIGNMENT) * ALIGNMENT)
         """Length of the header. The frames follow."""
         self.nbytes = self.room + position.nbytes
-        """Length of the whole payload."""
         self._frames: dict[int, Frame] = {}
         self._added = 0
 

@@ -38,7 +38,6 @@ from objkv.errors import KeyMismatch, PayloadError
 
 KEY_BYTES: Final = 32
 KEY_ID: Final = "[A-Za-z0-9._-]{1,64}"
-"""Regular expression of a key's id."""
 SALT_BYTES: Final = 32
 _KEY_INFO = b"objkv-encryption-1\n"
 _FRAME_INFO = "objkv-frame-1\n"
@@ -356,7 +355,6 @@ def _nonce(number: int) -> bytes:
 # Key documents: the content of a key file, or the output of a key command. Errors name a line and
 # its fault, never its content.
 KEYS_BYTES_MAX: Final = 1 << 20
-"""Limit for a document."""
 EVERY_TENANT: Final = "*"
 _TENANT = re.compile(r"\*|[A-Za-z0-9._-]{1,64}")
 _DISTINCT_MIN = 8

@@ -43,10 +43,8 @@ METADATA_NAME: Final = "__metadata__"
 LAYER_BYTES_MAX: Final = 1 << 30
 """Limit for the pages of one layer in one payload; lz4 and blosc2 fail just below 2 GiB."""
 RAW_BYTES_MAX: Final = 4 << 30
-"""Limit for the pages of all layers in one payload, however well they compress. S3 takes at most
-5 GiB in one request."""
+"""Limit for the pages of all layers in one payload. S3 takes at most 5 GiB in one request."""
 NAME_CHARS_MAX: Final = 512
-"""Limit for a layer's name."""
 WRITER_CHARS_MAX: Final = 256
 ENCRYPTED: Final = "+aes256gcm"
 """Suffix of an encrypted frame's codec, so that readers without the key refuse it."""
@@ -143,8 +141,8 @@ class Frame(NamedTuple):
     """xxh3_128 of the decoded pages, blinded for an encrypted frame. Equals ``checksum`` if nothing
     was compressed."""
     proof: str = ""
-    """The value that a signature covers: an encrypted frame's tag, 32 hex digits, or otherwise the
-    SHA-256 of the bytes as stored, 64 hex digits. Empty if the payload is not sealed."""
+    """What a signature covers: an encrypted frame's tag, 32 hex digits, or else the SHA-256 of the
+    bytes as stored, 64 hex digits. Empty if the payload is not sealed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +197,7 @@ class Provenance:
     token_digest: str
     """SHA-256 of the chunk's encoded tokens, 64 hex digits."""
     writer: str
-    """The writing process, e.g. host and process id: printable ASCII, at most
-    ``WRITER_CHARS_MAX``."""
+    """The writing process: printable ASCII, at most ``WRITER_CHARS_MAX``."""
     created_s: int
     """Seconds since the epoch, by the writer's clock."""
     tokens: tuple[int, ...] | None = None
@@ -223,8 +220,7 @@ class Marks(NamedTuple):
     """Id of the encryption key; empty if the payload is not encrypted. Encrypted payloads are
     signed too."""
     salt: str = ""
-    """The salt from which this payload's own key was derived, 64 hex digits; empty if it is not
-    encrypted."""
+    """What this payload's own key was derived from, 64 hex digits; empty if not encrypted."""
 
 
 UNSEALED: Final = Marks()
@@ -246,8 +242,7 @@ class Header:
     claim: Claim
     frames: Frames
     checksum: str
-    """xxh3_128 of the header itself, 32 hex digits. It covers the whole payload, because the header
-    holds every frame's checksum."""
+    """xxh3_128 of the header, 32 hex digits: it covers the payload, by every frame's checksum."""
     provenance: Provenance
     marks: Marks = UNSEALED
     is_sealed: bool = field(default=False, repr=False, compare=False)

@@ -20,7 +20,6 @@ NAMESPACE_HEX = 32
 SEALS_NAME = "payloads"
 """Name of a pair in ``extra``."""
 SEALS = ("signed", "encrypted")
-"""Ways to seal payloads."""
 
 FIRST_DRAFT_GROUP = 1 << 16
 """Groups of drafts have numbers from this one on. They are not in the identity of their target, see
@@ -47,10 +46,9 @@ class GroupIdentity:
     """Elements per head and token, K and V fused. ``mamba``: bytes of one unit, or of one rank's
     state."""
     block_size: int
-    """Tokens per block."""
     state: str | None = None
-    """``mamba``: a ``SplitState``, or the structure of a rank's state, which its size alone does
-    not determine. Omitted from the document of other kinds."""
+    """``mamba``: a ``SplitState``, or the structure of a rank's state. Omitted from the document of
+    other kinds."""
     page: int | None = None
     """Bytes of one layer's block, for caches that cannot be divided by token: compressed states,
     and sparse attention with an indexer. ``content`` repeats it. None, and omitted from the
@@ -80,8 +78,7 @@ class NamespaceIdentity:
     weights_epoch: int
     tenant: str
     extra: tuple[tuple[str, str], ...] = field(default=(), kw_only=True)
-    """Sorted (name, value) pairs of further settings that change the stored bytes, e.g. rope
-    overrides."""
+    """Sorted (name, value) pairs of further settings that change the stored bytes."""
 
     def __post_init__(self) -> None:
         assert self.weights_epoch >= 0

@@ -68,7 +68,6 @@ class SplitState:
     """A state over all ranks, and its division into units."""
 
     kind: str
-    """The kind of layer."""
     tensors: tuple[StateTensor, ...]
 
     def __str__(self) -> str:

@@ -31,10 +31,8 @@ from objkv.transfer.lanes import (
 
 logger = logging.getLogger(__name__)
 _URGENT, _LEISURELY = -1, 0
-"""Priorities of streams."""
 _STAGING_BYTES_MAX = 32 << 20
-"""Device memory of a lane for pages that a kernel distributes. vLLM has taken most memory by then,
-and has not counted this."""
+"""Device memory of a lane for pages that a kernel distributes. vLLM has not counted this."""
 _BATCH_BYTES_MIN = 28 << 10
 """Smaller blocks are distributed by a kernel, because copy engines take about as long for each
 piece. Source: vLLM 0.32, ``THRESHOLD_BYTES`` in ``v1/kv_offload/cpu/swap_blocks_triton.py``,

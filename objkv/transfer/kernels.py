@@ -87,7 +87,6 @@ class _Form(NamedTuple):
     align: int
     """Bytes that the addresses of all layers are multiples of."""
     action: str
-    """One of ``_ACTIONS``."""
 
 
 class _Frame(NamedTuple):

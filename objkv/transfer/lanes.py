@@ -42,7 +42,6 @@ class Recast:
     first_block: int
     """First block to take, counted in blocks of the reader's size."""
     blocks: int
-    """Number of blocks to take."""
     tokens: tuple[int, int] = (0, 1)
     """First token of the frame to take, and the distance to the next ones."""
 

@@ -119,7 +119,6 @@ class PayloadLayout:
         self._first, self._last = places[0], places[-1]
         sizes = np.array([layer.nbytes for layer in found], np.int64)
         self.nbytes = data_start + int(sizes.sum())
-        """Bytes of a payload."""
         starts, sizes = (x.reshape(-1, columns) for x in (data_start + offsets_of(sizes), sizes))
         self.starts = starts[:, self._first]
         """Where what is read of each row of a payload starts in it, ``[rows of the payload]``: a

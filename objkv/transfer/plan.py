@@ -27,7 +27,6 @@ class ChunkMove:
     """One chunk of one group, and the physical blocks that it is copied to or from."""
 
     chunk: int
-    """Number of the chunk in the prompt."""
     group: int
     prefix_hash: bytes
     parent_hash: bytes
@@ -176,7 +175,6 @@ class LoadPlan:
     sync: bool
     """Whether this step's forward pass needs them, layer by layer. Otherwise a later step does."""
     traceparent: str | None = None
-    """Trace context of the request."""
     blocks_to_zero: tuple[BlocksToZero, ...] = ()
 
 

@@ -57,7 +57,6 @@ class RegistrationWindows:
         self._wanted: deque[int] = deque()
         first, end = address // window_bytes, -(-(address + nbytes) // window_bytes)
         self._first = first
-        """Number of the first window."""
         self._known: set[int] = set()
         """Windows that were ever wanted."""
         self._undo: list[Callable[[], None]] = []

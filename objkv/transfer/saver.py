@@ -86,9 +86,9 @@ class _Step:
     """The saves of one step."""
 
     plans: Sequence[SavePlan]
-    """None once they are taken: freeing them is not for the forward thread."""
+    """Empty once they are taken: freeing them is not for the forward thread."""
     requests: frozenset[str]
-    """What is saved of whom."""
+    """Whose chunks are saved."""
     count: int
     """How many chunks are planned."""
     after: Mark
@@ -240,8 +240,7 @@ class Saver:
     def _gather(self, step: _Step) -> None:
         """Submit a step's copies, in a thread that does nothing else: a fence waits for it."""
         plans, step.plans = step.plans, ()
-        chunks, failed = list[_SavedChunk](), list[_SavedChunk]()
-        mark = None
+        chunks, failed, mark = list[_SavedChunk](), list[_SavedChunk](), None
         try:
             named = self._named(plans)
             if not self._advance(step, _State.GATHERING):
