@@ -415,7 +415,7 @@ class Saver:
             if mark is None:
                 one.slab.abandon()
             else:
-                one.slab.release_after(mark)
+                one.slab.release(mark)
             self._target.end_save(one.path)
 
     def _drop_steps(self, steps: Iterable[_Step]) -> None:

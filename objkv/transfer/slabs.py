@@ -29,7 +29,7 @@ class SlabsExhaustedError(TransferError):
 
 
 class Slab:
-    """One leased buffer. Return it once, with one of the three methods."""
+    """One leased buffer. Release or abandon it once."""
 
     def __init__(self, pool: "SlabPool", memory: torch.Tensor) -> None:
         self._pool = pool
@@ -41,15 +41,11 @@ class Slab:
         self.start = memory.data_ptr() - pool.memory.data_ptr()
         """Where it starts in the pool's memory."""
 
-    def release(self) -> None:
-        """Return the slab to its pool. A second call is a bug."""
-        self.release_after(None)
-
-    def release_after(self, mark: Mark | None) -> None:
-        """Return the slab once ``mark`` is done. Does not wait."""
+    def release(self, after: Mark | None = None) -> None:
+        """Return the slab to its pool, at once or when ``after`` is done. Does not wait."""
         assert not self._released
         self._released = True
-        self._pool.take_back(self.tensor, mark)
+        self._pool.take_back(self.tensor, after)
 
     def abandon(self) -> None:
         """Never return the slab: a device may copy it, and no mark shows until when."""

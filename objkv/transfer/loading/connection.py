@@ -68,10 +68,9 @@ class LoadConnection(ArenaLeases):
     def end(self, numbers: list[int], nbytes: int, mark: Mark | None) -> None:
         """Have payloads released, by ``release_ended``, once the lane has passed ``mark``. None: it
         was given nothing of them."""
-        if mark is None:  # other loads and the agent need their room
-            self.ended.appendleft(_Ended(None, numbers, nbytes))
-        else:
-            self.ended.append(_Ended(mark, numbers, nbytes))
+        # Other loads and the agent need the room of what nothing reads.
+        put = self.ended.appendleft if mark is None else self.ended.append
+        put(_Ended(mark, numbers, nbytes))
 
     def release_ended(self) -> None:
         """End the leases of what the lane has read. Raises ``TransferError``."""

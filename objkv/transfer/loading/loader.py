@@ -718,7 +718,7 @@ class Loader:
                 mark = lane.mark()  # also after a fault: work may be submitted
                 self.link.mark = batch.mark = mark
                 if slab is not None:
-                    slab.release_after(mark)
+                    slab.release(mark)
             except Exception as exc:
                 if slab is not None:
                     slab.abandon()
