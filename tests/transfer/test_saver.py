@@ -210,7 +210,6 @@ class HeldLane(Lane):
     """Submits nothing before it is let go."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.came, self.go = Event(), Event()
 
     def follow(self, mark: Mark) -> None:
@@ -297,7 +296,6 @@ class HungMark(Mark):
     """Copies that do not end, or as ``done`` says."""
 
     def __init__(self, done: Callable[[], bool] = lambda: False) -> None:
-        super().__init__()
         self.done = done  # type: ignore[method-assign]
         self.is_held = False
 
@@ -310,7 +308,6 @@ class HungMark(Mark):
 
 class HungLane(Lane):
     def __init__(self, mark: HungMark | None = None) -> None:
-        super().__init__()
         self._mark = mark or HungMark()
 
     def mark(self) -> HungMark:
