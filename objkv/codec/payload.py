@@ -145,10 +145,8 @@ def encode_in_place(
 
 def plain_header(header: Header, checksums: Sequence[str]) -> bytes:
     """Return the header of the same chunk with its pages uncompressed and not sealed.
-
     ``checksums``: of the pages of each layer; the length depends on none of them. Raises
-    ``PayloadError`` if the header would exceed the format's limits.
-    """
+    ``PayloadError`` if the header would exceed the format's limits."""
     return render(header.claim, plain_frames(header.frames.layers, checksums), header.provenance)
 
 

@@ -15,11 +15,8 @@ _FILE = "tokenizer.json"
 
 
 def load_tokenizer(tokenizer: Path) -> "Tokenizer":
-    """Load ``tokenizer``, a ``tokenizer.json`` or a directory that contains one.
-
-    Never uses the network. Ignores truncation and padding with which the file was saved, as vLLM
-    does. Raises ``ConfigError``.
-    """
+    """Load ``tokenizer``, a ``tokenizer.json`` or a directory that contains one. Ignores the file's
+    truncation and padding, as vLLM does. Never uses the network. Raises ``ConfigError``."""
     from tokenizers import Tokenizer  # late: most agents need none
 
     path = tokenizer / _FILE if tokenizer.is_dir() else tokenizer

@@ -52,10 +52,8 @@ ALL_TOKENS = TokenPart()
 
 @dataclass(frozen=True, slots=True, order=True)
 class Shard:
-    """Layers ``[layer_start, layer_end)`` of a group × KV heads ``[head_start, head_end)``.
-
-    Layers are counted within the group, heads over all TP ranks.
-    """
+    """Layers ``[layer_start, layer_end)``, counted within a group, × KV heads ``[head_start,
+    head_end)``, counted over all TP ranks."""
 
     layer_start: int
     layer_end: int

@@ -83,11 +83,9 @@ _READ_ONLY_SUPPORTED, _USES_HOST_TABLES, _READ_ONLY = 113, 100, 8
 
 
 class CudaRuntime:
-    """Functions of the CUDA runtime that PyTorch does not have. Thread-safe.
-
-    A call that fails leaves its error in the library, for its thread. The next check of a kernel
-    launch would report it as its own, so each failure here is also cleared.
-    """
+    """Functions of the CUDA runtime that PyTorch does not have. Thread-safe. A call that fails
+    leaves its error in the library, for its thread. The next check of a kernel launch would report
+    it as its own, so each failure here is also cleared."""
 
     def __init__(self, library: Any) -> None:
         self._library = library

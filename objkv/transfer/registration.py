@@ -34,11 +34,9 @@ PinReadOnly = Callable[[int, int], Callable[[], None]]
 
 
 class RegistrationWindows:
-    """The windows of one mapping that are registered with a device. Thread-safe.
-
-    They end at addresses that are multiples of their size, as the copies of a ``DeviceLane`` do.
-    ``close`` must be called before the mapping is removed, and when no copy from it is left.
-    """
+    """The windows of one mapping that are registered with a device. Thread-safe. They end at
+    multiples of their size, as the copies of a ``DeviceLane`` do. ``close`` must be called before
+    the mapping is removed, and when no copy from it is left."""
 
     def __init__(
         self,

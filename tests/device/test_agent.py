@@ -12,7 +12,7 @@ from objkv.transfer.registration import ArenaRegistration
 from objkv.transfer.slabs import Slab
 from tests.device.gpu_order import simulated_delay
 from tests.device.ordering.rig import REFUSED, REGISTERED, REGISTERING, WAYS, OrderRig, Setup
-from tests.support.paged_cache import all_over, wait_until
+from tests.support.paged_cache import wait_until
 
 DEVICE = "sim:0"
 
@@ -49,7 +49,7 @@ def test_two_slabs_are_enough_for_any_load_and_a_hung_device_is_a_miss(sim: Modu
         stream: Any = rig.load_lane
         sim.hold(stream.stream)
         rig.step(StepPlan(loads=(rig.load_plan(range(4), 8),)))
-        rig.wait_until(lambda: all_over(rig.loader))
+        rig.wait_until(lambda: rig.loader.in_flight == 0)
         assert rig.load_slabs.leased == 2
         sim.hold(stream.stream, False)
         rig.until_received()

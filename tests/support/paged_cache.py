@@ -92,11 +92,6 @@ TOKENS = list(range(1000, 1000 + 4 * CHUNK))
 HASHES = prefix_hashes(NAMESPACE, TOKENS, CHUNK)
 
 
-def all_over(loader: Loader) -> bool:
-    """Whether all loads are over. Their copies to a device may take longer."""
-    return all(job.is_over() for job in loader._jobs.values())
-
-
 class Worker:
     """A rank's loader and saver over its pages. Tests of transfers close it at their end."""
 

@@ -24,7 +24,7 @@ from tests.agent.world import Node, WatchedStore, gated
 from tests.contracts.clock import ManualClock
 from tests.support.arenas import LossyConnection
 from tests.support.device import ON_HOST
-from tests.support.paged_cache import BLOCKS, HASHES, Replica, all_over, same_blocks
+from tests.support.paged_cache import BLOCKS, HASHES, Replica, same_blocks
 from tests.support.waiting import PATIENCE_S, at_once, wait_until
 from tests.transfer.test_saver import HungLane, HungMark
 
@@ -236,7 +236,7 @@ def test_a_byte_that_flips_in_the_arena_is_found_by_a_reader_that_verifies(
 def reading(world: World, lane: Lane) -> Replica:
     slow = world.open(lane)
     slow.loader.submit(slow.load_plan(range(4), 1))
-    wait_until(lambda: slow.loader.link.leased == 4 and all_over(slow.loader))
+    wait_until(lambda: slow.loader.link.leased == 4 and slow.loader.in_flight == 0)
     return slow
 
 
@@ -287,7 +287,7 @@ def test_a_load_ends_with_its_agent_and_not_with_its_deadline(world: World) -> N
     world.node.server.close()
     try:
         (step,) = at_once(lambda: loader.take_finished(sync=True))
-        wait_until(lambda: all_over(loader), 20.0)
+        wait_until(lambda: loader.in_flight == 0, 20.0)
     finally:
         gate.set()
         loader.cancel("step")

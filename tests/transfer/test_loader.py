@@ -20,15 +20,7 @@ from objkv.transfer.registration import RegistrationWindows
 from tests.contracts.clock import ManualClock
 from tests.contracts.memory_index import MemoryIndex
 from tests.support.device import ON_HOST
-from tests.support.paged_cache import (
-    BLOCKS,
-    IN_PARTS,
-    PiecewiseStore,
-    Replica,
-    all_over,
-    same_blocks,
-    stores,
-)
+from tests.support.paged_cache import BLOCKS, IN_PARTS, PiecewiseStore, Replica, same_blocks, stores
 from tests.support.waiting import PATIENCE_S, at_once, wait_until
 from tests.transfer.test_saver import HungLane, HungMark
 
@@ -249,7 +241,7 @@ def test_closing_waits_once_for_a_device_that_hangs_and_not_for_each_load(
     replica.save(range(1))
     for name in ("one", "other"):
         replica.loader.submit(replace(replica.load_plan(range(1), 9), request_id=name))
-    wait_until(lambda: all_over(replica.loader))
+    wait_until(lambda: replica.loader.in_flight == 0)
     waits, close = list[float](), LoadJob.close
 
     def watched(job: LoadJob, seconds: float) -> LoadOutcome:

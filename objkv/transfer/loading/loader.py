@@ -370,11 +370,8 @@ class _Batch:
 
 
 class Loader:
-    """Executes load plans by leases of the agent's payloads.
-
-    The forward thread calls ``submit``, ``take_finished`` and ``wait_layer``. It waits for the
-    network only if it needs a layer now. ``wait_over`` is for steps with nothing to compute.
-    """
+    """Executes load plans by leases of the agent's payloads. The forward thread, which calls all
+    methods, waits for the network only if it needs a layer now, or has nothing to compute."""
 
     def __init__(
         self,
@@ -411,6 +408,11 @@ class Loader:
         self.link.connect()
         self._thread = Thread(target=self._work, name="objkv-load", daemon=True)
         self._thread.start()
+
+    @property
+    def in_flight(self) -> int:
+        """Number of loads that are not over. Their copies to a device may take longer."""
+        return sum(not job.is_over() for job in self._jobs.values())
 
     def mark_compute(self) -> Mark:
         """Return a mark after all work submitted so far to the current compute stream."""

@@ -30,7 +30,6 @@ from tests.support.paged_cache import (
     NAMESPACE,
     TOKENS,
     Replica,
-    all_over,
     paged_group,
     stores,
     wait_until,
@@ -135,7 +134,7 @@ def test_a_load_of_a_request_that_ends_counts_as_failed_only_if_it_had_before(
     else:
         store.hold(gate)
     worker.start_loads(StepPlan(loads=(writer.load_plan(range(3), 9),)))
-    wait_until(lambda: all_over(worker.loader) if fails else store.arrived.is_set())
+    wait_until(lambda: worker.loader.in_flight == 0 if fails else store.arrived.is_set())
     assert worker.results(StepPlan(), {"r"}).finished_recving == {"r"}
     assert worker.take_failed_blocks() == set(range(9, 9 + 3 * BLOCKS))
     gate.set()
