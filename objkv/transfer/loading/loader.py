@@ -423,9 +423,7 @@ class Loader:
         ``after``: a mark from before the forward pass of this step. By default copies follow
         everything submitted so far, and so the whole forward pass if it has begun."""
         shapes = [self._layouts.of(source) for source in plan.moves.sources]
-        if not all(shape.filled for shape in shapes):
-            moves = plan.moves.only([bool(shape.filled) for shape in shapes])
-            plan = replace(plan, moves=moves)
+        plan = replace(plan, moves=plan.moves.only([bool(shape.filled) for shape in shapes]))
         limit_s = self._limits.step_deadline_s if plan.sync else self._limits.deadline_s
         deadline = self._clock() + limit_s
         after = after or self._lane.mark_compute()  # earlier kernels may still use these blocks
