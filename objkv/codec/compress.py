@@ -21,12 +21,10 @@ Buffer = bytes | bytearray | memoryview
 
 CODECS: Final = ("none", "lz4", "blosc", "blosclz4")
 GAIN_MIN: Final = 0.10
-"""A codec must save at least this share of a frame to be worth decoding; otherwise the frame is
-stored uncompressed."""
+"""A codec that saves less than this share of a frame is not worth decoding."""
 
 PRIVATE_NAMES: Final = {"lz4.block": ("_block",)}
-"""The binding's extension module, used to find the library inside it. Without it lz4 copies each
-frame."""
+"""The binding's extension module, with the library in it. Without it lz4 copies each frame."""
 _BLOSC_HEADER_BYTES = 32
 _BLOSC_VERSION_MAX = 5
 _BLOSC_BLOCK_BYTES_MAX = 16 << 20
@@ -62,11 +60,8 @@ _SHUFFLED = {
 
 def compress(codec: str, pages: memoryview, item_bytes: int) -> tuple[str, Buffer]:
     """Return the frame of ``pages`` and its actual codec: ``codec``, or ``none`` if that saves less
-    than ``GAIN_MIN``. In that case the frame is ``pages`` itself, not a copy.
-
-    ``item_bytes`` is the size of one element, which ``blosc`` needs for shuffling. Raises KeyError
-    for an unknown codec.
-    """
+    than ``GAIN_MIN``. In that case the frame is ``pages`` itself, not a copy. ``item_bytes``: of an
+    element, for shuffling. Raises KeyError for an unknown codec."""
     if codec == "none":
         return "none", pages
     frame: bytes
@@ -80,15 +75,17 @@ def compress(codec: str, pages: memoryview, item_bytes: int) -> tuple[str, Buffe
 
 
 def decompress_into(codec: str, frame: memoryview, out: memoryview) -> None:
-    """Decode ``frame`` to exactly fill ``out``. After an error the content of ``out`` is undefined.
-
-    Never allocates memory by a length from inside ``frame``. Raises ``PayloadError`` for a frame
-    that is corrupt or decodes to another length, and for an unknown codec.
-    """
+    """Decode ``frame`` to exactly fill ``out``. Never allocates memory by a length from inside
+    ``frame``. Raises ``PayloadError`` for a frame that is corrupt or decodes to another length, and
+    for an unknown codec; the content of ``out`` is then undefined."""
     if codec == "lz4":
         _decompress_lz4(frame, out)
     elif codec in _SHUFFLED:
-        _decompress_blosc(_SHUFFLED[codec], frame, out)
+        _check_blosc_header(_SHUFFLED[codec], frame, out.nbytes)
+        try:
+            _blosc2().decompress2(frame, out, nthreads=1)
+        except (ValueError, RuntimeError) as exc:
+            raise PayloadError(f"blosc: {exc}") from exc
     else:
         raise PayloadError(f"unknown codec {codec!r}")
 
@@ -142,20 +139,10 @@ def _compress_blosc(way: _Shuffled, pages: memoryview, item_bytes: int) -> bytes
     return frame
 
 
-def _decompress_blosc(way: _Shuffled, frame: memoryview, out: memoryview) -> None:
-    _check_blosc_header(way, frame, out.nbytes)
-    try:
-        _blosc2().decompress2(frame, out, nthreads=1)
-    except (ValueError, RuntimeError) as exc:
-        raise PayloadError(f"blosc: {exc}") from exc
-
-
 def _check_blosc_header(way: _Shuffled, frame: memoryview, nbytes: int) -> None:
-    """Refuse every chunk that objkv's encoder would not write.
-
-    blosc2 writes as many bytes as the chunk's own header claims, whatever the buffer's length, and
-    loads plugins for unknown filters and codecs. Both must be excluded first.
-    """
+    """Refuse every chunk that objkv's encoder would not write: blosc2 writes as many bytes as the
+    chunk's own header claims, whatever the buffer's length, and loads plugins for unknown filters
+    and codecs."""
     if len(frame) < _BLOSC_HEADER_BYTES:
         raise PayloadError(f"blosc: the frame has only {len(frame)} bytes")
     header = bytes(frame[:_BLOSC_HEADER_BYTES])

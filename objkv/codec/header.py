@@ -9,8 +9,10 @@ import json
 import re
 import struct
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import accumulate, chain
+from operator import attrgetter
 from threading import Lock
 from typing import Any, Final
 
@@ -54,16 +56,15 @@ HEADER_BYTES_MAX: Final = 4 << 20
 TOKENS_MAX: Final = HEADER_BYTES_MAX // 11
 """Maximum number of token ids in a payload: this many ids of ten digits fit in a header."""
 PARTS_MAX: Final = 1 << 17
-"""Maximum number of values in one document. Each may take 200 bytes of memory, whatever its length.
-A layer has twelve, so over 10,000 layers fit."""
+"""Maximum number of values in one document, of 200 bytes of memory each. A layer has twelve."""
 _FIXED_BYTES_MAX = 4096
 """JSON outside layers, writer and tokens."""
 _FRAME_BYTES_MAX = 640
 """JSON per layer, without its name."""
 _BLANK = b"0" * 32
 
-# The metadata of a valid header: names in the order in which they are written, each with its form.
-# Both readers and both writers use these.
+# The metadata of a valid header, for both readers and both writers: names in the order in which
+# they are written, each with its form.
 _DIGEST = re.compile("[0-9a-f]{64}")
 _INT = re.compile("(?:0|[1-9][0-9]{0,18})")
 CLAIM_FORMS: Final = {
@@ -85,23 +86,16 @@ _FRAME = re.compile(
 )
 _TENSOR = frozenset(("dtype", "shape", "data_offsets"))
 _ONLY_INT = frozenset((int,))
+_provenance_values = attrgetter(*PROVENANCE_FORMS)
 
 
-def claim_values(claim: Claim) -> tuple[str, str, int, int]:
-    """Return the values of ``CLAIM_FORMS``, which follow the chunk's."""
+def _claim_values(claim: Claim) -> tuple[str, str, int, int]:
     shard = str(claim.key.shard or "")
     return shard, claim.parent_hash.hex(), claim.token_start, claim.token_end
 
 
-def provenance_values(provenance: Provenance) -> tuple[str, str, int]:
-    """Return the values of ``PROVENANCE_FORMS``."""
-    return provenance.token_digest, provenance.writer, provenance.created_s
-
-
-def frame_metadata(number: int, frame: Frame) -> dict[str, str]:
-    """Return the metadata of a frame, in order."""
-    shape = "x".join(map(str, frame.layer.shape))
-    parts = [frame.codec, frame.layer.dtype, shape, frame.checksum]
+def _frame_metadata(number: int, frame: Frame) -> dict[str, str]:
+    parts = [frame.codec, frame.layer.dtype, frame.layer.shape_text, frame.checksum]
     encrypted = frame.codec.endswith(ENCRYPTED)
     if frame.codec.removesuffix(ENCRYPTED) != "none":
         parts.append(frame.raw_checksum)
@@ -116,14 +110,13 @@ def frame_metadata(number: int, frame: Frame) -> dict[str, str]:
 
 
 def _stored_as(layer: LayerSpec, codec: str, nbytes: int) -> tuple[str, list[int]]:
-    """Return dtype and shape of the tensor that holds the frame, as any safetensors reader sees
-    it."""
+    """Return dtype and shape of a frame's tensor, as any safetensors reader sees it."""
     if codec == "none" and layer.dtype in TYPED_BYTES:
         return layer.dtype, list(layer.shape)
     return "U8", [nbytes]
 
 
-def read_frames(tensors: dict[str, Any], metadata: dict[str, str], data_start: int) -> Frames:
+def _read_frames(tensors: dict[str, Any], metadata: dict[str, str], data_start: int) -> Frames:
     """Return the frames in order of their offsets, without gaps or overlaps. Raises
     ``PayloadError`` for anything else."""
     spans = sorted((_span(name, tensor), name) for name, tensor in tensors.items())
@@ -192,7 +185,7 @@ def _frame(name: str, number: int, metadata: dict[str, str], offset: int, nbytes
 
 @lru_cache(maxsize=4096)
 def _layer(name: str, dtype: str, shape: str, scales: str) -> tuple[LayerSpec, int]:
-    """Return a layer and its size. Cached, because all payloads of a model have the same layers."""
+    """Return a layer and its size. All payloads of a model have the same layers."""
     layer = LayerSpec(name, dtype, tuple(map(int, shape.split("x"))), scales)
     return layer, layer.nbytes
 
@@ -224,6 +217,16 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return out
 
 
+def plain_frames(layers: Iterable[LayerSpec], checksums: Iterable[str]) -> list[Frame]:
+    """Return uncompressed, unsealed frames one after another, from offset 0 on. ``checksums``: of
+    the pages of each layer."""
+    frames, offset = list[Frame](), 0
+    for layer, checksum in zip(layers, checksums, strict=True):
+        frames.append(Frame(layer, "none", offset, layer.nbytes, checksum, checksum))
+        offset += layer.nbytes
+    return frames
+
+
 def render(
     claim: Claim,
     frames: Sequence[Frame],
@@ -233,16 +236,13 @@ def render(
     room: int = 0,
 ) -> bytes:
     """Return the header, including length and padding. ``Frame.offset`` counts from the first
-    frame, because the header's length is still unknown.
-
-    ``seal`` made ``marks`` and ``frames``, and signs the header. ``room``: the header's length, 0
-    for the least. Raises ``PayloadError`` if the header is too long.
-    """
+    frame. ``seal`` made ``marks`` and ``frames``, and signs the header. ``room``: the header's
+    length, 0 for the least. Raises ``PayloadError`` if the header is too long."""
     metadata = {"checksum": _BLANK.decode(), "chunk": claim.key.chunk_text}
     metadata |= seal_metadata(marks)
     metadata["format"] = FORMAT_NAME
-    metadata |= zip(CLAIM_FORMS, map(str, claim_values(claim)), strict=True)
-    metadata |= zip(PROVENANCE_FORMS, map(str, provenance_values(provenance)), strict=True)
+    metadata |= zip(CLAIM_FORMS, map(str, _claim_values(claim)), strict=True)
+    metadata |= zip(PROVENANCE_FORMS, map(str, _provenance_values(provenance)), strict=True)
     if sum(frame.layer.nbytes for frame in frames) > RAW_BYTES_MAX:
         raise PayloadError(f"the pages exceed {RAW_BYTES_MAX} bytes")
     if provenance.tokens is not None:
@@ -253,7 +253,7 @@ def render(
         metadata["tokens"] = " ".join(map(str, provenance.tokens))
     document: dict[str, Any] = {METADATA_NAME: metadata}
     for number, frame in enumerate(frames):
-        metadata |= frame_metadata(number, frame)
+        metadata |= _frame_metadata(number, frame)
         dtype, shape = _stored_as(frame.layer, frame.codec, frame.nbytes)
         span = [frame.offset, frame.offset + frame.nbytes]
         document[frame.layer.name] = {"dtype": dtype, "shape": shape, "data_offsets": span}
@@ -262,8 +262,7 @@ def render(
 
 
 def finished(text: bytes, seal: Seal | None = None, room: int = 0) -> bytes:
-    """Complete the JSON ``text`` with length, padding, signature and checksum. ``room``: see
-    ``render``. Raises ``PayloadError`` if it is too long."""
+    """Complete the JSON ``text`` with length, padding, signature and checksum. See ``render``."""
     total = -(-(LENGTH_BYTES + len(text)) // ALIGNMENT) * ALIGNMENT
     if total > (room or HEADER_BYTES_MAX):
         raise PayloadError(f"the header has {total} bytes, allowed are {room or HEADER_BYTES_MAX}")
@@ -290,11 +289,8 @@ def bytes_max(layers: Sequence[LayerSpec], tokens: int) -> int:
 
 
 def header_bytes_needed(prefix: Buffer) -> int:
-    """Return how many bytes ``read_header`` needs, from the payload's first 8 bytes.
-
-    The result is at most ``HEADER_BYTES_MAX``. Raises ``PayloadError`` if the number is
-    implausible.
-    """
+    """Return how many bytes ``read_header`` needs, at most ``HEADER_BYTES_MAX``, from the payload's
+    first 8 bytes. Raises ``PayloadError`` if the number is implausible."""
     if len(prefix) < LENGTH_BYTES:
         raise PayloadError(f"the payload has only {len(prefix)} bytes")
     total = int.from_bytes(prefix[:LENGTH_BYTES], "little") + LENGTH_BYTES
@@ -304,12 +300,9 @@ def header_bytes_needed(prefix: Buffer) -> int:
 
 
 def read_header(payload: Buffer, *, seal: Seal | None = None) -> Header:
-    """Return the header of ``payload``, whose start is enough.
-
-    Verifies the header's own checksum, but compares nothing with a reader's expectations. Raises
-    ``PayloadError`` unless ``render`` could have written the header, and unless it is sealed as
-    ``seal`` requires.
-    """
+    """Return the header of ``payload``, whose start is enough. Compares nothing with a reader's
+    expectations. Raises ``PayloadError`` unless the header's checksum matches, ``render`` could
+    have written it, and it is sealed as ``seal`` requires."""
     header = parse_verified(verified_text(payload, seal))
     return header if seal is None else seal.open(header)
 
@@ -339,20 +332,16 @@ def verified_text(payload: Buffer, seal: Seal | None = None) -> VerifiedText:
 def parse_verified(text: VerifiedText) -> Header:
     """Parse a text whose checksum was verified."""
     document = load_object(text.raw[LENGTH_BYTES:])
-    metadata = _metadata(document.pop(METADATA_NAME, None))
+    metadata: Any = document.pop(METADATA_NAME, None)
+    if not isinstance(metadata, dict) or {*map(type, metadata.values())} - {str}:
+        raise PayloadError("the header's metadata is not a map of strings")
     if metadata.pop("format", "") != FORMAT_NAME:
         raise PayloadError("the payload is not of format 2")
     if metadata.get("chunk", "").encode("utf-8", "replace") != text.raw[CHUNK_AT:CHUNK_END]:
         raise PayloadError("the chunk is not where readers compare it")
-    frames = read_frames(document, metadata, len(text.raw))
-    claim, provenance = _claim(metadata), _provenance(metadata)
-    return Header(claim, frames, text.checksum, provenance, read_marks(metadata))
-
-
-def _metadata(value: Any) -> dict[str, str]:
-    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        raise PayloadError("the header's metadata is not a map of strings")
-    return value
+    frames = _read_frames(document, metadata, len(text.raw))
+    claim = _claim(metadata["chunk"], *(_text(metadata, *item) for item in CLAIM_FORMS.items()))
+    return Header(claim, frames, text.checksum, _provenance(metadata), read_marks(metadata))
 
 
 def _text(metadata: dict[str, str], name: str, form: re.Pattern[str]) -> str:
@@ -362,12 +351,12 @@ def _text(metadata: dict[str, str], name: str, form: re.Pattern[str]) -> str:
     return text
 
 
-def _claim(metadata: dict[str, str]) -> Claim:
-    shard, parent, start, end = (_text(metadata, *item) for item in CLAIM_FORMS.items())
+def _claim(chunk: str, shard: str, parent: str, start: str, end: str) -> Claim:
+    """Return the claim of these texts, which have their forms except for the chunk's."""
     if int(start) >= int(end):
         raise PayloadError(f"the token range {start}-{end} is empty")
     try:
-        key = ChunkKey.read(metadata.get("chunk", ""), shard)
+        key = ChunkKey.read(chunk, shard)
     except ValueError as exc:
         raise PayloadError(f"the claim: {exc}") from exc
     return Claim(key, bytes.fromhex(parent), int(start), int(end))
@@ -384,15 +373,14 @@ def _provenance(metadata: dict[str, str]) -> Provenance:
     return Provenance(token_digest, writer, int(created_s), tokens)
 
 
-# Headers whose claim and layers are known, without JSON. A loader knows both in advance, and nearly
-# every header it reads matches them; only provenance and checksums are new. A header that equals
-# the output of ``render`` byte for byte, uncompressed, not sealed and without token ids, is parsed
-# at fixed positions. One that differs in a single byte goes to ``parse_verified``, which alone
-# decides about validity. A saver writes the same header repeatedly, at the same positions.
+# Headers whose claim and layers are known, without JSON, in a fifteenth of the time. A loader knows
+# both in advance, and nearly every header it reads matches them; only provenance and checksums are
+# new. A header that equals the output of ``render`` byte for byte, uncompressed, not sealed and
+# without token ids, is parsed at fixed positions. One that differs in a single byte goes to
+# ``parse_verified``, which alone decides about validity. A saver writes at the same positions.
 
 FORMS_MAX: Final = 512
-"""Number of layer tuples whose form is kept, about 10 KiB each. A process reads those of its own
-few groups, and of shards of other shapes, which can be dozens."""
+"""Forms that are kept, of 10 KiB each. Shards of other shapes can be dozens."""
 
 
 def _joined(names: Iterable[str], values: Iterable[str]) -> str:
@@ -426,7 +414,7 @@ _PROVENANCE = re.compile(
 )
 _HEX = b"0123456789abcdef"
 _ANY = "f" * 32
-"""Placeholder of a frame's checksum in a form. It occurs nowhere else between claim and tensors."""
+"""Stands for a frame's checksum. It occurs nowhere else between claim and tensors."""
 _SOME_CLAIM = Claim(ChunkKey("0" * 32, bytes(20), 0), bytes(20), 0, 1)
 
 
@@ -441,21 +429,16 @@ class Form:
         self.ends = tuple(accumulate((layer.nbytes for layer in layers), initial=0))
         """Start of each layer's pages after the header, then the end of the last."""
         self._codecs, self._proofs = ("none",) * len(layers), ("",) * len(layers)
-        tail, total = self._example()
         # The frames' checksums come first: names, which may contain anything, follow all frames.
-        self._fixed = tuple(tail.split(_ANY.encode(), len(layers)))
+        self._fixed = tuple(self._example().split(_ANY.encode(), len(layers)))
         places = "32s".join(f"{len(piece)}s" for piece in self._fixed)
         self._tail = struct.Struct(f"={places}")
-        self._placed = self._place(total)
 
-    def _example(self) -> tuple[bytes, int]:
-        """Return the output of ``render`` after the provenance, and the length of such a header."""
-        frames = [
-            Frame(layer, "none", start, layer.nbytes, _ANY, _ANY)
-            for layer, start in zip(self.layers, self.ends, strict=False)
-        ]
+    def _example(self) -> bytes:
+        """Return the output of ``render`` after the provenance, without padding."""
+        frames = plain_frames(self.layers, [_ANY] * len(self.layers))
         rendered = render(_SOME_CLAIM, frames, Provenance("0" * 64, "", 0))
-        text = verified_text(memoryview(rendered))
+        text = verified_text(rendered)
         # JSON or a dict may merge names, and layers may exceed the format's limits.
         if parse_verified(text).frames.layers != self.layers:
             raise PayloadError("layers that a header cannot distinguish")
@@ -463,7 +446,7 @@ class Form:
         assert text.raw.startswith(opening, LENGTH_BYTES)
         provenance = _PROVENANCE.match(text.raw, LENGTH_BYTES + len(opening))
         assert provenance is not None
-        return rendered[provenance.end() :].rstrip(b" "), len(rendered)
+        return rendered[provenance.end() :].rstrip(b" ")
 
     def read(self, text: VerifiedText, claim: Claim) -> Header | None:
         """Return the header in ``text``, or None if it does not have exactly this form and this
@@ -491,7 +474,7 @@ class Form:
     ) -> tuple[bytes, Header] | None:
         """Return the output of ``render``, and the header it describes; None if the provenance does
         not fit the form. ``checksums``: of the frames."""
-        written = (_PROVENANCE_TEXT % provenance_values(provenance)).encode()
+        written = (_PROVENANCE_TEXT % _provenance_values(provenance)).encode()
         if provenance.tokens is not None or _PROVENANCE.fullmatch(written) is None:
             return None
         holes = map(str.encode, checksums)
@@ -501,16 +484,10 @@ class Form:
         return text, Header(claim, frames, checksum_of(text), provenance)
 
     def _frames(self, total: int, checksums: tuple[str, ...]) -> Frames:
-        placed = self._placed  # read once: other threads read headers of other lengths
-        if placed[0] != total:
-            placed = self._placed = self._place(total)
-        _, starts, ends = placed
-        return Frames(self.layers, self._codecs, starts, ends, checksums, checksums, self._proofs)
-
-    def _place(self, total: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-        """Return ``total``, a header's length, and the starts and ends of the frames after it."""
-        ends = tuple(total + end for end in self.ends)
-        return total, ends[:-1], ends[1:]
+        """``total``: the header's length."""
+        at = tuple([total + end for end in self.ends])
+        sums = checksums, checksums, self._proofs
+        return Frames(self.layers, self._codecs, at[:-1], at[1:], *sums)
 
 
 def identities(
@@ -518,13 +495,8 @@ def identities(
 ) -> list[bytes]:
     """Return what headers of payloads have from ``CHUNK_AT`` on, up to the end of their claim, if
     they are not signed. A valid header with these bytes has this claim. One with others may have it
-    too, so it must be read.
-
-    Args:
-        fields: see ``ChunkKey.field``.
-        rows: of each payload the prefix hash, the parent's, the tokens ``[start, end)``, and the
-            position of its field.
-    """
+    too, so it must be read. ``fields``: see ``ChunkKey.field``. ``rows``: of each payload the
+    prefix hash, the parent's, the tokens ``[start, end)``, and the position of its field."""
     forms = []
     for field in fields:
         group, _, shard = field.partition(".")
@@ -538,12 +510,12 @@ def identities(
 
 def _opening(claim: Claim) -> bytes:
     """Return the output of ``render`` up to the provenance."""
-    return _BEGINNING + (_CLAIM_TEXT % (claim.key.chunk_text, *claim_values(claim))).encode()
+    return _BEGINNING + (_CLAIM_TEXT % (claim.key.chunk_text, *_claim_values(claim))).encode()
 
 
 _forms: dict[int, tuple[tuple[LayerSpec, ...], Form | None]] = {}
-"""Keyed by the identity of the layers, which this keeps alive: hashing them takes longer than
-reading a header. The form is None for layers that cannot have one."""
+"""By the identity of the layers, which this keeps alive: hashing them takes longer than reading a
+header. None for layers that can have no form."""
 _making = Lock()
 
 
@@ -552,22 +524,15 @@ def claim_in(payload: Buffer) -> Claim | None:
     written in another way than ``render`` does."""
     if (match := _CLAIM.match(payload, CHUNK_AT)) is None:
         return None
-    chunk, shard, parent, start, end = map(bytes.decode, match.groups())
-    if int(start) >= int(end):
-        return None
-    try:
-        return Claim(ChunkKey.read(chunk, shard), bytes.fromhex(parent), int(start), int(end))
-    except ValueError:
-        return None
+    with suppress(PayloadError):
+        return _claim(*map(bytes.decode, match.groups()))
+    return None
 
 
 def parse_known(payload: memoryview, claim: Claim, layers: tuple[LayerSpec, ...]) -> Header:
-    """Return or raise the same as ``read_header``. Faster if the header is of ``claim`` and
-    ``layers``; these very objects are then in the result.
-
-    They are not compared: a valid header of another claim is returned too. Pass the same ``layers``
-    object each time; it is kept.
-    """
+    """Return or raise the same as ``read_header``, also for another claim or other layers. Faster
+    if the header is of ``claim`` and ``layers``; these very objects are then in the result. Pass
+    the same ``layers`` object each time; it is kept."""
     text, form = verified_text(payload), form_of(layers)
     header = None if form is None else form.read(text, claim)
     return parse_verified(text) if header is None else header

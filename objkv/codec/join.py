@@ -1,9 +1,8 @@
 """Joins the parts of a payload that several ranks of a replica wrote.
 
 Each rank writes a payload of its own frames, which claims to be the whole one. A frame keeps its
-bytes, and has a place in the whole that is known from its rank alone: the frames of one layer stand
-side by side, in the order of the ranks, and the layers follow one another. ``docs/format.md``
-specifies the order.
+bytes, and its rank alone determines its place in the whole: the frames of one layer stand side by
+side, in the order of the ranks. ``docs/format.md`` specifies the order.
 """
 
 from typing import NamedTuple
@@ -32,7 +31,6 @@ class PartPosition(NamedTuple):
     ``first + i * step``."""
 
     parts: int
-    """How many parts the payload has."""
     frames: int
     """How many frames all parts have together."""
     first: int
@@ -70,7 +68,6 @@ class Join:
         self.room = min(HEADER_BYTES_MAX, -(-room // ALIGNMENT) * ALIGNMENT)
         """Length of the header. The frames follow."""
         self.nbytes = self.room + position.nbytes
-        """Length of the whole payload."""
         self._frames: dict[int, Frame] = {}
         self._added = 0
 
@@ -112,9 +109,8 @@ class Join:
                 raise PayloadError(f"parts that leave frame {number} out, or overlap there")
             frames.append(frame)
             at += frame.nbytes
-        if at != self._position.nbytes or len({frame.layer.name for frame in frames}) != len(
-            frames
-        ):
+        names = {frame.layer.name for frame in frames}
+        if at != self._position.nbytes or len(names) != len(frames):
             raise PayloadError("parts of another size, or with the same frame")
         text = render(self.claim, frames, self._provenance, room=self.room)
         memory[: self.room] = text

@@ -20,6 +20,7 @@ from objkv.codec.header import (
     form_of,
     header_bytes_needed,
     parse_known,
+    plain_frames,
     read_header,
     render,
 )
@@ -50,11 +51,8 @@ def encode(
     provenance: Provenance,
     seal: Seal | None = None,
 ) -> memoryview:
-    """Return the whole payload, contiguous, in newly allocated memory. See ``encode_in_place``.
-
-    ``pages[i]`` holds the ``layers[i].nbytes`` raw bytes of that layer, C-contiguous; no reference
-    is kept.
-    """
+    """Return the whole payload, contiguous, in newly allocated memory. ``pages[i]`` has the raw
+    bytes of ``layers[i]``, C-contiguous; no reference is kept. See ``encode_in_place``."""
     assert [_view(page).nbytes for page in pages] == [layer.nbytes for layer in layers]
     return _encoded(claim, tuple(layers), pages, codec, provenance, seal)[0]
 
@@ -147,15 +145,9 @@ def encode_in_place(
 
 def plain_header(header: Header, checksums: Sequence[str]) -> bytes:
     """Return the header of the same chunk with its pages uncompressed and not sealed.
-
-    ``checksums``: xxh3_128 of the pages of each layer. The length depends on none of them. Raises
-    ``PayloadError`` if the header would exceed the format's limits.
-    """
-    frames, offset = [], 0
-    for layer, checksum in zip(header.frames.layers, checksums, strict=True):
-        frames.append(Frame(layer, "none", offset, layer.nbytes, checksum, checksum))
-        offset += layer.nbytes
-    return render(header.claim, frames, header.provenance)
+    ``checksums``: of the pages of each layer; the length depends on none of them. Raises
+    ``PayloadError`` if the header would exceed the format's limits."""
+    return render(header.claim, plain_frames(header.frames.layers, checksums), header.provenance)
 
 
 def header_room(layers: tuple[LayerSpec, ...], *, tokens: int = 0) -> int:
@@ -167,7 +159,7 @@ def header_room(layers: tuple[LayerSpec, ...], *, tokens: int = 0) -> int:
 
 def payload_bytes_max(layers: Sequence[LayerSpec], *, tokens: int = 0) -> int:
     """Return an upper bound of the length of a payload of ``layers`` in any codec, with ``tokens``
-    token ids in its provenance: the size of a slab."""
+    token ids: the size of a slab."""
     return bytes_max(layers, tokens) + sum(layer.nbytes for layer in layers)
 
 
@@ -206,12 +198,9 @@ __all__ = [
 def read_claimed(
     payload: Buffer, claim: Claim, layers: tuple[LayerSpec, ...], *, seal: Seal | None = None
 ) -> Header:
-    """Return the header of a payload whose claim, and most probably its layers, are known. Much
-    faster than ``read_header`` for an uncompressed payload of these layers.
-
-    Pass the same ``layers`` object each time; it is kept. The caller compares length and layers.
-    Raises ``PayloadError``, also for another claim.
-    """
+    """Return the header of a payload whose claim, and most probably its layers, are known. The
+    caller compares length and layers. Pass the same ``layers`` object each time; it is kept. Raises
+    ``PayloadError``, also for another claim."""
     view = _view(payload)
     header = parse_known(view, claim, layers) if seal is None else read_header(view, seal=seal)
     if header.claim is not claim and header.claim != claim:
@@ -225,9 +214,9 @@ def frame_pages(
     """Return the raw pages of layer ``index``: exactly ``layer.nbytes`` verified bytes.
 
     ``payload`` starts with the payload's first byte and extends at least to the end of this frame.
-    With codec ``none`` the result is a view of ``payload``: nothing is copied, and ``scratch`` may
-    be None. Otherwise the frame is decoded into the start of ``scratch`` (writable, contiguous, at
-    least ``layer.nbytes`` long, owned by the caller), and the result is a view of that. Raises
+    With codec ``none``, not encrypted, the result is a view of it, and ``scratch`` may be None.
+    Otherwise the frame is decoded into the start of ``scratch`` (writable, contiguous, at least
+    ``layer.nbytes`` long, owned by the caller), and the result is a view of that. Raises
     ``PayloadError``; the content of ``scratch`` is then undefined.
     """
     frames, cipher = header.frames, header.cipher
@@ -279,12 +268,9 @@ def _check_stored(header: Header, index: int, stored: memoryview) -> None:
 
 
 def check_frames(header: Header, payload: Buffer, first: int = 0) -> int:
-    """Compare the checksums of all complete frames in ``payload``, from ``first`` on, without
-    decoding.
-
-    ``payload`` starts with the payload's first byte. Return the number of the first frame that was
-    not checked because it is incomplete. Raises ``PayloadError``.
-    """
+    """Compare the checksums of all complete frames in ``payload``, which starts with the payload's
+    first byte, from ``first`` on, without decoding. Return the number of the first frame that is
+    incomplete. Raises ``PayloadError``."""
     whole, frames = _view(payload), header.frames
     until = bisect_right(frames.ends, len(whole))
     for index in range(first, until):

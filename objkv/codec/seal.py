@@ -30,7 +30,6 @@ from objkv.codec.values import (
     FramePosition,
     Frames,
     Header,
-    LayerSpec,
     Marks,
     Provenance,
     digest,
@@ -39,7 +38,6 @@ from objkv.errors import KeyMismatch, PayloadError
 
 KEY_BYTES: Final = 32
 KEY_ID: Final = "[A-Za-z0-9._-]{1,64}"
-"""Regular expression of a key's id."""
 SALT_BYTES: Final = 32
 _KEY_INFO = b"objkv-encryption-1\n"
 _FRAME_INFO = "objkv-frame-1\n"
@@ -86,11 +84,6 @@ class Seal:
         self.encrypter = encryption[0] if encryption else None
         if encryption:
             load_aes()
-
-    @property
-    def encrypts(self) -> bool:
-        """Whether payloads are encrypted, and refused if a frame is not."""
-        return self.encrypter is not None
 
     def sign(self, header: bytearray) -> None:
         """Write the signature into a complete header that has zeros in place of signature and
@@ -150,8 +143,8 @@ class Seal:
 
 
 class Sealing:
-    """Seals one new payload of ``claim`` with ``frames`` frames in place, or leaves it unsealed
-    without ``seal``. Not thread-safe. Allocates no memory of a frame's size."""
+    """Seals a new payload of ``claim`` with ``frames`` frames in place, or without ``seal`` leaves
+    it unsealed. Not thread-safe. Allocates no memory of a frame's size."""
 
     def __init__(
         self, claim: Claim, provenance: Provenance, frames: int, seal: Seal | None
@@ -178,12 +171,8 @@ class Sealing:
         self, position: FramePosition, content: Buffer, raw_checksum: str | None, room: memoryview
     ) -> Frame:
         """Write a frame into ``room``, which is as long as ``content`` and may overlap it. Return
-        the frame, with offset 0.
-
-        Args:
-            position: includes the codec of ``content``.
-            raw_checksum: checksum of the decoded pages; None if ``content`` is the pages.
-        """
+        the frame, with offset 0. ``raw_checksum``: of the decoded pages; None if ``content`` is the
+        pages."""
         cipher = self._cipher
         if cipher is None:
             checksum, proof = digest(content), "" if self.seal is None else proof_of(content)
@@ -216,8 +205,7 @@ def _move(source: Buffer, target: memoryview) -> None:
 
 
 def proof_of(stored: Buffer) -> str:
-    """Return the part of an unencrypted frame that a signature covers: its SHA-256, 64 hex
-    digits."""
+    """Return what a signature covers of an unencrypted frame: its SHA-256, 64 hex digits."""
     return hashlib.sha256(stored).hexdigest()
 
 
@@ -257,35 +245,29 @@ def _signature(key: SealKey, header: bytearray) -> bytes:
     return hmac.digest(key.secret, _DOMAIN + header, "sha256").hex().encode()
 
 
-# Encrypted frames: AES-256-GCM with one derived key per payload. Deriving keys lets a tenant's key
-# encrypt any amount of data: each payload has a random salt, and under its key every frame has one
-# nonce, its number. Memory that the model reads receives no decrypted bytes before their tag is
-# verified.
+# Encrypted frames: AES-256-GCM with one derived key per payload, so that a tenant's key can encrypt
+# any amount of data: each payload has a random salt, and under its key every frame has one nonce,
+# its number. Memory that the model reads receives no decrypted bytes before their tag is verified.
 
 
 class AesFrames:
     """Encrypts and decrypts the frames of one payload with its own key. Thread-safe."""
 
     def __init__(self, secret: bytes, salt: bytes, claim: Claim, frames: int) -> None:
-        """Args:
-        secret: the tenant's key.
-        salt: ``SALT_BYTES``, random, from the payload's header.
-        frames: the payload's number of frames.
-        """
+        """``secret``: the tenant's key. ``salt``: from the payload's header. ``frames``: how many
+        the payload has."""
         path = claim.key.path()
         assert len(salt) == SALT_BYTES
         keys = hkdf(secret, salt, _KEY_INFO + path.encode(), 64)
         self._aes = load_aes().algorithms.AES(keys[:32])
-        self._blind = keys[32:]
-        self._frames = frames
+        self._blind, self._frames = keys[32:], frames
         self._claim = (
             f"{_FRAME_INFO}{path}\n{claim.parent_hash.hex()}\n"
             f"{claim.token_start} {claim.token_end}\n"
         )
 
     def bind(self, token_digest: str) -> None:
-        """Bind the cipher to the header's token digest, which belongs to the claim. Call it before
-        any frame."""
+        """Bind the cipher to the header's token digest. Call it before any frame."""
         self._claim += f"{token_digest}\n"
 
     def encrypt(self, position: FramePosition, source: Buffer, target: memoryview) -> str:
@@ -321,23 +303,21 @@ class AesFrames:
             ) from None
 
     def blinded(self, number: int, checksum: str) -> str:
-        """Return the form of a decoded page's ``checksum`` that a header may reveal; 32 hex digits
-        each."""
+        """Return the form of a decoded page's ``checksum`` that a header may reveal."""
         message = number.to_bytes(8, "little") + bytes.fromhex(checksum)
         return hmac.digest(self._blind, message, "sha256")[:16].hex()
 
     def blinded_tokens(self, token_digest: str) -> str:
-        """Return the token digest in the form that a header may reveal, 64 hex digits each. Guessed
-        tokens cannot be compared with it."""
+        """Return the form of the token digest that a header may reveal: guessed tokens cannot be
+        compared with it."""
         return hmac.digest(self._blind, bytes.fromhex(token_digest), "sha256").hex()
 
     def _about(self, position: FramePosition) -> bytes:
-        """Return a frame's identity and content type, which are authenticated along with its
-        bytes."""
+        """Return what is authenticated along with a frame's bytes."""
         layer = position.layer
         text = (
-            f"{self._claim}{position.number} {self._frames}\n"
-            f"{position.codec} {layer.dtype} {_shape(layer)}\n{layer.scales or ''}\n{layer.name}"
+            f"{self._claim}{position.number} {self._frames}\n{position.codec} {layer.dtype} "
+            f"{layer.shape_text}\n{layer.scales or ''}\n{layer.name}"
         )
         return text.encode("utf-8", "surrogatepass")
 
@@ -372,14 +352,9 @@ def _nonce(number: int) -> bytes:
     return number.to_bytes(_NONCE_BYTES, "little")
 
 
-def _shape(layer: LayerSpec) -> str:
-    return "x".join(map(str, layer.shape))
-
-
 # Key documents: the content of a key file, or the output of a key command. Errors name a line and
 # its fault, never its content.
 KEYS_BYTES_MAX: Final = 1 << 20
-"""Limit for a document."""
 EVERY_TENANT: Final = "*"
 _TENANT = re.compile(r"\*|[A-Za-z0-9._-]{1,64}")
 _DISTINCT_MIN = 8

@@ -22,11 +22,8 @@ _SCALES = re.compile(rf"({_NUMBER}) ({_NUMBER})")
 
 def scales_text(k_scale: float, v_scale: float) -> str:
     """Return the scales of K and V of a quantised layer as ``<k> <v>``, each number in its shortest
-    form. Raises ValueError unless both are finite and positive.
-
-    Pages of such a layer are meaningless without them: a value is the stored number times the
-    scale. Text makes equality exact, without comparing floats.
-    """
+    form: text makes equality exact. A value is the stored number times the scale. Raises ValueError
+    unless both are finite and positive."""
     for scale in (k_scale, v_scale):
         if not (isfinite(scale) and scale > 0):
             raise ValueError(f"{scale!r} is not a finite positive scale")
@@ -46,10 +43,8 @@ METADATA_NAME: Final = "__metadata__"
 LAYER_BYTES_MAX: Final = 1 << 30
 """Limit for the pages of one layer in one payload; lz4 and blosc2 fail just below 2 GiB."""
 RAW_BYTES_MAX: Final = 4 << 30
-"""Limit for the pages of all layers in one payload, however well they compress. S3 takes at most
-5 GiB in one request."""
+"""Limit for the pages of all layers in one payload. S3 takes at most 5 GiB in one request."""
 NAME_CHARS_MAX: Final = 512
-"""Limit for a layer's name."""
 WRITER_CHARS_MAX: Final = 256
 ENCRYPTED: Final = "+aes256gcm"
 """Suffix of an encrypted frame's codec, so that readers without the key refuse it."""
@@ -75,8 +70,7 @@ DTYPE_BYTES: Final = TYPED_BYTES | {"F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1, "F8_E8M0
 
 
 def digest(content: Buffer) -> str:
-    """Return the checksum used everywhere in a payload: xxh3_128 (seed 0), canonical, as 32 hex
-    digits."""
+    """Return the checksum of payloads: xxh3_128 (seed 0), canonical, as 32 hex digits."""
     return xxhash.xxh3_128_hexdigest(content)
 
 
@@ -126,6 +120,11 @@ class LayerSpec:
         """Size of all pages of the layer."""
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
+    @property
+    def shape_text(self) -> str:
+        """The shape, as headers have it."""
+        return "x".join(map(str, self.shape))
+
 
 class Frame(NamedTuple):
     """Position of one layer's bytes in the payload, and their encoding."""
@@ -142,14 +141,14 @@ class Frame(NamedTuple):
     """xxh3_128 of the decoded pages, blinded for an encrypted frame. Equals ``checksum`` if nothing
     was compressed."""
     proof: str = ""
-    """The value that a signature covers: an encrypted frame's tag, 32 hex digits, or otherwise the
-    SHA-256 of the bytes as stored, 64 hex digits. Empty if the payload is not sealed."""
+    """What a signature covers: an encrypted frame's tag, 32 hex digits, or else the SHA-256 of the
+    bytes as stored, 64 hex digits. Empty if the payload is not sealed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frames:
-    """The frames of a payload in forward order of the layers, stored as columns. Readers of
-    thousands of payloads per second use the columns; a ``Frame`` is built only on demand."""
+    """The frames of a payload in forward order of the layers, in columns for those who read
+    thousands of payloads per second. A ``Frame`` is built only on demand."""
 
     layers: tuple[LayerSpec, ...]
     codecs: tuple[str, ...]
@@ -198,8 +197,7 @@ class Provenance:
     token_digest: str
     """SHA-256 of the chunk's encoded tokens, 64 hex digits."""
     writer: str
-    """The writing process, e.g. host and process id: printable ASCII, at most
-    ``WRITER_CHARS_MAX``."""
+    """The writing process: printable ASCII, at most ``WRITER_CHARS_MAX``."""
     created_s: int
     """Seconds since the epoch, by the writer's clock."""
     tokens: tuple[int, ...] | None = None
@@ -222,16 +220,14 @@ class Marks(NamedTuple):
     """Id of the encryption key; empty if the payload is not encrypted. Encrypted payloads are
     signed too."""
     salt: str = ""
-    """The salt from which this payload's own key was derived, 64 hex digits; empty if it is not
-    encrypted."""
+    """What this payload's own key was derived from, 64 hex digits; empty if not encrypted."""
 
 
 UNSEALED: Final = Marks()
 
 
 class FramePosition(NamedTuple):
-    """A frame's position and content type in its payload. An encrypted frame can be decrypted only
-    at its own position."""
+    """A frame's position and content type. An encrypted frame can be decrypted only there."""
 
     number: int
     codec: str
@@ -246,8 +242,7 @@ class Header:
     claim: Claim
     frames: Frames
     checksum: str
-    """xxh3_128 of the header itself, 32 hex digits. It covers the whole payload, because the header
-    holds every frame's checksum."""
+    """xxh3_128 of the header, 32 hex digits: it covers the payload, by every frame's checksum."""
     provenance: Provenance
     marks: Marks = UNSEALED
     is_sealed: bool = field(default=False, repr=False, compare=False)
@@ -269,7 +264,7 @@ class Header:
     def raw_bytes(self) -> int:
         """Size of all pages before compression."""
         if self.codec == "none":
-            return self.frames.ends[-1] - self.frames.starts[0]
+            return self.nbytes - self.data_start
         return sum(layer.nbytes for layer in self.frames.layers)
 
     @property

@@ -20,12 +20,7 @@ ENCODER_GROUP = 0
 
 @dataclass(frozen=True, slots=True)
 class EncoderIdentity(NamespaceIdentity):
-    """The identity behind a namespace of encoder outputs. Replicas with equal identities share
-    outputs.
-
-    It does not describe the KV cache, because an encoder's output does not depend on blocks or
-    chunks.
-    """
+    """The identity behind a namespace of encoder outputs, which depend on no blocks or chunks."""
 
     scheme: ClassVar[str] = ENCODER_SCHEME
     processor: str
@@ -41,11 +36,8 @@ def encoder_root(namespace: str) -> bytes:
 
 
 def encoder_hash(namespace: str, identifier: str, *, salt: str | None = None) -> bytes:
-    """Return the hash of one item's output, 20 bytes.
-
-    ``identifier`` is vLLM's and may contain any text from a client: no text raises, and no two
-    texts encode alike. ``salt`` is the request's.
-    """
+    """Return the hash of one item's output, 20 bytes. ``identifier`` is vLLM's and may contain any
+    text from a client: none raises, and no two encode alike. ``salt`` is the request's."""
     extras = PromptExtras(salt=salt).of_chunk(0, 1)
     return field_digest(
         ENCODER_SCHEME.encode("ascii"),

@@ -20,7 +20,6 @@ NAMESPACE_HEX = 32
 SEALS_NAME = "payloads"
 """Name of a pair in ``extra``."""
 SEALS = ("signed", "encrypted")
-"""Ways to seal payloads."""
 
 FIRST_DRAFT_GROUP = 1 << 16
 """Groups of drafts have numbers from this one on. They are not in the identity of their target, see
@@ -47,10 +46,9 @@ class GroupIdentity:
     """Elements per head and token, K and V fused. ``mamba``: bytes of one unit, or of one rank's
     state."""
     block_size: int
-    """Tokens per block."""
     state: str | None = None
-    """``mamba``: a ``SplitState``, or the structure of a rank's state, which its size alone does
-    not determine. Omitted from the document of other kinds."""
+    """``mamba``: a ``SplitState``, or the structure of a rank's state. Omitted from the document of
+    other kinds."""
     page: int | None = None
     """Bytes of one layer's block, for caches that cannot be divided by token: compressed states,
     and sparse attention with an indexer. ``content`` repeats it. None, and omitted from the
@@ -80,8 +78,7 @@ class NamespaceIdentity:
     weights_epoch: int
     tenant: str
     extra: tuple[tuple[str, str], ...] = field(default=(), kw_only=True)
-    """Sorted (name, value) pairs of further settings that change the stored bytes, e.g. rope
-    overrides."""
+    """Sorted (name, value) pairs of further settings that change the stored bytes."""
 
     def __post_init__(self) -> None:
         assert self.weights_epoch >= 0
@@ -92,8 +89,7 @@ class NamespaceIdentity:
         return {"format": FORMAT, "hash": self.scheme, **asdict(self)}
 
     def canonical(self) -> bytes:
-        """Return the document's canonical encoding: JSON, keys sorted, no spaces, ASCII, no
-        floats."""
+        """Return the document's canonical encoding, see ``canonical_json``."""
         return canonical_json(self.document())
 
     def namespace(self) -> str:
@@ -145,8 +141,8 @@ def name_model(model: str, model_id: str | None) -> str:
 def sealed_extra(
     extra: tuple[tuple[str, str], ...], seals: tuple[str, ...]
 ) -> tuple[tuple[str, str], ...]:
-    """Return ``extra`` for replicas that seal payloads in these ways. They share only with replicas
-    of the same ways. The keys are not included, so they can be replaced."""
+    """Return ``extra`` for replicas that seal payloads in these ways, and share only with such
+    replicas. The keys are not included, so they can be replaced."""
     if not seals:
         return extra
     return tuple(sorted({**dict(extra), SEALS_NAME: " ".join(seals)}.items()))
@@ -169,6 +165,6 @@ def canonical_json(document: Any) -> bytes:
 
 
 def identity_path(namespace: str) -> str:
-    """Return the path of the document in the bulk store, which lets an audit explain why two
+    """Return the path of the document in the bulk store, by which an audit explains why two
     replicas do not share."""
     return f"{namespace}/identity.json"

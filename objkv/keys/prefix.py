@@ -11,7 +11,7 @@ two distinct inputs encode alike. The hash depends on no block size, vLLM versio
 
 import hashlib
 from array import array
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from sys import byteorder
 from typing import Literal, TypeGuard
@@ -19,9 +19,6 @@ from typing import Literal, TypeGuard
 PREFIX_HASH_BYTES = 20
 _SCHEME = b"objkv-prefix-1"
 _TOKEN_BYTES = 4
-_PARENT_LENGTH = PREFIX_HASH_BYTES.to_bytes(8, "little")
-_NO_EXTRAS = bytes(8)
-"""The length-prefixed encoding of no extras."""
 _PIECE_CHUNKS = 16
 """Chunks encoded at once. Converting each chunk separately costs a quarter more; converting a long
 prompt at once would block other threads until it ends."""
@@ -102,18 +99,14 @@ def root_hash(namespace: str) -> bytes:
     return field_digest(_SCHEME, namespace.encode("ascii"))
 
 
-def next_hash(parent: bytes, tokens: bytes, extras: Collection[Extra] = ()) -> bytes:
+def next_hash(parent: bytes, tokens: bytes, extras: Iterable[Extra] = ()) -> bytes:
     """Return the hash of the chunk whose encoded tokens are ``tokens``, 20 bytes."""
     assert len(parent) == PREFIX_HASH_BYTES
-    length = len(tokens).to_bytes(8, "little")
-    encoded = _field(encode_extras(extras)) if extras else _NO_EXTRAS  # most chunks have none
-    fields = (_PARENT_LENGTH, parent, length, tokens, encoded)
-    return hashlib.sha256(b"".join(fields)).digest()[:PREFIX_HASH_BYTES]
+    return field_digest(parent, tokens, encode_extras(extras))
 
 
 def encode_tokens(tokens: Sequence[int]) -> bytes:
-    """Return token ids as 4 bytes each, little-endian. Raises OverflowError outside ``[0,
-    2**32)``."""
+    """Return token ids as 4 bytes each, little-endian. Raises OverflowError from 2**32 on."""
     encoded = array("I", tokens)
     assert encoded.itemsize == _TOKEN_BYTES
     if byteorder == "big":
@@ -122,8 +115,7 @@ def encode_tokens(tokens: Sequence[int]) -> bytes:
 
 
 def encode_extras(extras: Iterable[Extra]) -> bytes:
-    """Return, per extra, field(kind), the number of fields as 8 bytes, and each field
-    length-prefixed."""
+    """Return, per extra, field(kind), the number of fields as 8 bytes, and each field as such."""
     return b"".join(
         _field(extra.kind.encode("ascii"))
         + len(extra.fields).to_bytes(8, "little")
@@ -149,11 +141,8 @@ def prefix_hashes(
 
 
 class PrefixChain:
-    """The hashes of one growing prompt, each computed once.
-
-    Only one thread at a time may extend it; any thread may read the existing hashes. With
-    ``digests`` it also computes the chunks' token digests.
-    """
+    """The hashes of one growing prompt, each computed once, with ``digests`` also the chunks' token
+    digests. One thread at a time may extend it; any thread may read the existing hashes."""
 
     def __init__(
         self, namespace: str, chunk_tokens: int, extras: PromptExtras, *, digests: bool = False
@@ -170,11 +159,8 @@ class PrefixChain:
         return len(self._hashes)
 
     def extend(self, tokens: Sequence[int], known: int) -> list[bytes]:
-        """Return the hashes of all whole chunks of ``tokens[:known]``, which must only grow.
-
-        The list belongs to the chain: it grows with the next call, and the caller must not change
-        it.
-        """
+        """Return the hashes of all whole chunks of ``tokens[:known]``, which must only grow. The
+        list belongs to the chain, and grows with the next call."""
         assert known <= len(tokens)
         size, whole = self._chunk_tokens, known // self._chunk_tokens
         while (first := len(self._hashes)) < whole:
@@ -196,8 +182,7 @@ class PrefixChain:
         return self._hashes[start:end]
 
     def find(self, wanted: Set[bytes]) -> list[int]:
-        """Return the existing chunks whose hashes are in ``wanted``. Reads each hash once, however
-        many are wanted."""
+        """Return the existing chunks whose hashes are in ``wanted``."""
         if wanted.isdisjoint(self._hashes):
             return []
         return [chunk for chunk, one in enumerate(self._hashes) if one in wanted]
@@ -217,8 +202,7 @@ class PrefixChain:
 
 
 def token_digest(tokens: Sequence[int]) -> str:
-    """Return the SHA-256 of the encoded tokens as hex. It lets an audit compare prompts without
-    storing them."""
+    """Return the SHA-256 of the encoded tokens as hex: an audit can compare prompts with it."""
     return hashlib.sha256(encode_tokens(tokens)).hexdigest()
 
 

@@ -68,7 +68,6 @@ class SplitState:
     """A state over all ranks, and its division into units."""
 
     kind: str
-    """The kind of layer."""
     tensors: tuple[StateTensor, ...]
 
     def __str__(self) -> str:
@@ -76,8 +75,7 @@ class SplitState:
 
     @classmethod
     def parse(cls, text: str | None) -> "SplitState | None":
-        """Return the state that prints as ``text``, or None if ``text`` describes the state of a
-        single rank."""
+        """Return the state that prints as ``text``, None if that is the state of one rank."""
         kind, split, *rest = [*(text or "").split(" "), ""]
         if split != _SPLIT:
             return None
@@ -112,8 +110,7 @@ class SplitState:
 
 
 def part_names(layers: Sequence[str], parts: int) -> list[str]:
-    """Return the names of the frames of these layers: those of the layers themselves, unless each
-    has several parts."""
+    """Return the names of the layers' frames: their own, unless each has several parts."""
     return [f"{layer}#{part}" for layer in layers for part in range(parts)] if parts else [*layers]
 
 

@@ -31,13 +31,14 @@ class TokenPart:
         interleave = "" if self.interleave == 1 else f"i{self.interleave}"
         return f"_T{self.rank}of{self.size}{interleave}"
 
-    def sources(self, size: int, interleave: int) -> "tuple[TokenPart, ...]":
-        """Return the parts of another division that together have these tokens. Empty if they
-        cannot be combined: both divisions must deal out single tokens, and one size must be a
+    def sources(self, other: "TokenPart") -> "tuple[TokenPart, ...]":
+        """Return the parts of the division of ``other`` that together have these tokens. Empty if
+        they cannot be combined: both divisions must deal out single tokens, and one size must be a
         multiple of the other."""
-        if (size, interleave) == (self.size, self.interleave):
+        size = other.size
+        if (size, other.interleave) == (self.size, self.interleave):
             return (self,)
-        if interleave != 1 or self.interleave != 1:
+        if other.interleave != 1 or self.interleave != 1:
             return ()
         if self.size % size == 0:
             return (TokenPart(self.rank % size, size),)
@@ -51,10 +52,8 @@ ALL_TOKENS = TokenPart()
 
 @dataclass(frozen=True, slots=True, order=True)
 class Shard:
-    """Layers ``[layer_start, layer_end)`` of a group × KV heads ``[head_start, head_end)``.
-
-    Layers are counted within the group, heads over all TP ranks.
-    """
+    """Layers ``[layer_start, layer_end)``, counted within a group, × KV heads ``[head_start,
+    head_end)``, counted over all TP ranks."""
 
     layer_start: int
     layer_end: int
@@ -68,8 +67,8 @@ class Shard:
         assert 0 <= self.head_start < self.head_end
 
     def __str__(self) -> str:
-        layers, heads = (self.layer_start, self.layer_end), (self.head_start, self.head_end)
-        return f"L{layers[0]}-{layers[1]}_H{heads[0]}-{heads[1]}{self.tokens}"
+        heads = f"H{self.head_start}-{self.head_end}"
+        return f"L{self.layer_start}-{self.layer_end}_{heads}{self.tokens}"
 
     @classmethod
     def parse(cls, text: str) -> "Shard":
@@ -80,13 +79,13 @@ class Shard:
         layer_start, layer_end, head_start, head_end = map(int, match.groups()[:4])
         if layer_start >= layer_end or head_start >= head_end:
             raise ValueError(f"empty shard: {text!r}")
-        rank, size, interleave = (int(n) for n in match.groups(1)[4:])
-        if match[5] is None:
-            return cls(layer_start, layer_end, head_start, head_end)
-        if rank >= size or size == 1 or (match[7] is not None and interleave == 1):
-            raise ValueError(f"invalid part of the tokens: {text!r}")
-        part = TokenPart(rank, size, interleave)
-        return cls(layer_start, layer_end, head_start, head_end, part)
+        tokens = ALL_TOKENS
+        if match[5] is not None:
+            rank, size, interleave = (int(n) for n in match.groups(1)[4:])
+            if rank >= size or size == 1 or match[7] == "1":
+                raise ValueError(f"invalid part of the tokens: {text!r}")
+            tokens = TokenPart(rank, size, interleave)
+        return cls(layer_start, layer_end, head_start, head_end, tokens)
 
     def overlaps(self, other: "Shard") -> bool:
         """Whether the two have a cell in common."""
@@ -119,12 +118,8 @@ class RankShard:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """How one replica's KV of one group is distributed over its ranks: which rank holds, saves and
-    reads which part.
-
-    Raises ValueError for sizes that vLLM could not run. Ranks are numbered as in vLLM: ``pp_rank *
-    tp_size + tp_rank``.
-    """
+    """How one replica's KV of one group is distributed over its ranks, which are numbered as in
+    vLLM: ``pp_rank * tp_size + tp_rank``. Raises ValueError for sizes that vLLM could not run."""
 
     tp_size: int
     heads: int
@@ -189,11 +184,8 @@ class Topology:
 
     def joined(self, rank: int) -> tuple[Shard, int]:
         """Return what the ranks of a node have together, and in how many different shards, for a
-        ``rank`` that holds one.
-
-        It is the rank's own shard if together they have no rectangle, or if another node has some
-        of it, but not all: then a node does not write all of it alone.
-        """
+        ``rank`` that holds one. It is the rank's own shard if together they have no rectangle, or
+        if another node has some of it, but not all: then a node does not write all of it alone."""
         own, each = self.held(rank), self.size // self.nodes
         assert own is not None
         is_even = not self.size % self.nodes and not each % self.dcp_size

@@ -17,7 +17,6 @@ import torch
 from objkv.errors import ConfigError
 from objkv.transfer.kernels import PageKernels, page_kernels
 from objkv.transfer.lanes import (
-    HostLane,
     Ints,
     Lane,
     Mark,
@@ -32,10 +31,8 @@ from objkv.transfer.lanes import (
 
 logger = logging.getLogger(__name__)
 _URGENT, _LEISURELY = -1, 0
-"""Priorities of streams. A step may wait for a load, but nothing waits for a save."""
 _STAGING_BYTES_MAX = 32 << 20
-"""Device memory of a lane for pages that a kernel distributes. vLLM has taken most memory by then,
-and has not counted this."""
+"""Device memory of a lane for pages that a kernel distributes. vLLM has not counted this."""
 _BATCH_BYTES_MIN = 28 << 10
 """Smaller blocks are distributed by a kernel, because copy engines take about as long for each
 piece. Source: vLLM 0.32, ``THRESHOLD_BYTES`` in ``v1/kv_offload/cpu/swap_blocks_triton.py``,
@@ -68,11 +65,8 @@ class DeviceDriver:
 
     def pin(self, memory: torch.Tensor) -> Callable[[], None]:
         """Page-lock ``memory``, a contiguous tensor on the CPU, in place. Returns a function that
-        unlocks it. Raises ``RuntimeError`` if the system refuses.
-
-        PyTorch cannot page-lock existing memory, so here it stays pageable, and copies block the
-        thread that submits them.
-        """
+        unlocks it. Raises ``RuntimeError`` if the system refuses. PyTorch cannot, so here the
+        memory stays pageable, and copies block the thread that submits them."""
         return lambda: None
 
     def pin_read_only(self, address: int, nbytes: int) -> Callable[[], None]:
@@ -82,22 +76,18 @@ class DeviceDriver:
         raise RuntimeError("PyTorch cannot page-lock existing memory of this device")
 
 
-_READ_ONLY_SUPPORTED, _USES_HOST_TABLES = 113, 100
-"""Attributes of a device. Source: CUDA 13.0, ``cudaDevAttrHostRegisterReadOnlySupported`` and
-``cudaDevAttrPageableMemoryAccessUsesHostPageTables`` in ``driver_types.h``."""
-_READ_ONLY = 8
-"""``cudaHostRegisterReadOnly``."""
+_READ_ONLY_SUPPORTED, _USES_HOST_TABLES, _READ_ONLY = 113, 100, 8
+"""``cudaDevAttrHostRegisterReadOnlySupported``,
+``cudaDevAttrPageableMemoryAccessUsesHostPageTables`` and ``cudaHostRegisterReadOnly``. Source: CUDA
+13.0, ``driver_types.h``."""
 
 
 class CudaRuntime:
-    """Functions of the CUDA runtime that PyTorch does not have. Thread-safe.
-
-    A call that fails leaves its error in the library, for its thread. The next check of a kernel
-    launch would report it as its own, so each failure here is also cleared.
-    """
+    """Functions of the CUDA runtime that PyTorch does not have. Thread-safe. A call that fails
+    leaves its error in the library, for its thread. The next check of a kernel launch would report
+    it as its own, so each failure here is also cleared."""
 
     def __init__(self, library: Any) -> None:
-        """``library``: the one that PyTorch uses."""
         self._library = library
 
     @classmethod
@@ -120,13 +110,13 @@ class CudaRuntime:
     def attribute(self, number: int) -> int:
         """Return an attribute of the current device, 0 if this version does not know it."""
         device, value = ctypes.c_int(0), ctypes.c_int(0)
-        library = self._library
-        if library.cudaGetDevice(ctypes.byref(device)) or library.cudaDeviceGetAttribute(
-            ctypes.byref(value), ctypes.c_int(number), device
-        ):
+        error = self._library.cudaGetDevice(ctypes.byref(device))
+        if not error:
+            get = self._library.cudaDeviceGetAttribute
+            error = get(ctypes.byref(value), ctypes.c_int(number), device)
+        if error:
             self.clear()
-            return 0
-        return value.value
+        return 0 if error else value.value
 
 
 class CudaDriver(DeviceDriver):
@@ -149,12 +139,11 @@ class CudaDriver(DeviceDriver):
     def pin_read_only(self, address: int, nbytes: int) -> Callable[[], None]:
         """See ``DeviceDriver.pin_read_only``. Many devices cannot, so their attribute is read
         first. Devices that use the host's page tables need no flag."""
-        runtime = self.runtime
-        if runtime is None:
+        if self.runtime is None:
             raise RuntimeError("no CUDA runtime")
-        if runtime.attribute(_READ_ONLY_SUPPORTED):
+        if self.runtime.attribute(_READ_ONLY_SUPPORTED):
             return self._register(address, nbytes, _READ_ONLY)
-        if runtime.attribute(_USES_HOST_TABLES):
+        if self.runtime.attribute(_USES_HOST_TABLES):
             return self._register(address, nbytes, 0)
         raise RuntimeError("the device registers no read-only memory")
 
@@ -208,7 +197,7 @@ class DeviceMark(Mark):
         self.event.wait(self._lane.compute)
 
 
-class DeviceLane:
+class DeviceLane(Lane):
     """A stream on ``device`` with its own staging memory, shared by threads.
 
     Blocks whose bytes are contiguous are copied directly, all in one call of the driver's
@@ -236,7 +225,6 @@ class DeviceLane:
         self.stream = self._api.Stream(device, priority=_URGENT if urgent else _LEISURELY)
         self._lock = Lock()
         self._staging: torch.Tensor | None = None
-        self._followed: Mark | None = None
 
     @property
     def compute(self) -> Any:
@@ -244,8 +232,7 @@ class DeviceLane:
         return self._api.current_stream(self.device)
 
     def adopt_thread(self) -> None:
-        """Select the device. A new thread is on device 0, and would open a context there for every
-        other rank."""
+        """Select the device: a new thread would open a context on device 0, for every rank."""
         self._api.set_device(self.device)
 
     def prepare(self, layers: PagedLayers) -> None:
@@ -274,10 +261,7 @@ class DeviceLane:
     def follow(self, mark: Mark) -> None:
         """See ``Lane.follow``."""
         if isinstance(mark, DeviceMark):
-            with self._lock:
-                if mark is not self._followed:
-                    mark.event.wait(self.stream)
-                    self._followed = mark
+            mark.event.wait(self.stream)
 
     def scatter(
         self,
@@ -316,7 +300,7 @@ class DeviceLane:
                 self._collect(starts[some, part], nbytes[part], layers.cut(part), ids[some])
 
     def mark(self) -> Mark:
-        """Record an event after all work submitted so far."""
+        """See ``Lane.mark``."""
         with self._lock:
             return self._recorded(self.stream)
 
@@ -349,7 +333,6 @@ class DeviceLane:
                     )
 
     def _copy(self, copies: _Copies, *, to_device: bool) -> None:
-        """Make all copies in one call."""
         ours, theirs, nbytes = map(torch.from_numpy, copies)
         assert self._driver.batch_copy is not None
         if to_device:
@@ -399,11 +382,8 @@ class DeviceLane:
 
 def _whole_blocks(starts: Ints, layers: PagedLayers, ids: Ints, seam: int) -> _Copies:
     """Return the copies of whole blocks. Consecutive blocks that follow one another in memory are
-    one.
-
-    ``starts``: ``[n, layers]`` addresses of frames on the host. ``ids``: ``[n, blocks]``. ``seam``:
-    copies end where the host's address is a multiple of it.
-    """
+    one. ``starts``: ``[n, layers]`` addresses of frames on the host. ``ids``: ``[n, blocks]``.
+    ``seam``: copies end where the host's address is a multiple of it."""
     count, nbytes = ids.shape[1], layers.nbytes
     at, lengths = np.arange(ids.size), np.ones((ids.size, 1), np.int64)
     if layers.follows:
@@ -441,8 +421,8 @@ def _consecutive(starts: Ints, nbytes: Ints, seam: int) -> _Copies:
     """Return the copies of frames to one piece of memory, from its byte 0 on. Frames that follow
     one another are one copy, which ends at multiples of ``seam``."""
     begins, sizes = starts.reshape(-1), np.broadcast_to(nbytes, starts.shape).reshape(-1)
-    firsts = np.flatnonzero(begins[1:] != begins[:-1] + sizes[:-1]) + 1
-    firsts = np.concatenate(([0], firsts))
+    gaps = np.flatnonzero(begins[1:] != begins[:-1] + sizes[:-1])
+    firsts = np.concatenate(([0], gaps + 1))
     lengths = np.add.reduceat(sizes, firsts)
     pieces = begins[firsts], offsets_of(lengths), lengths
     return _cut(pieces, np.arange(len(firsts)), seam)
@@ -453,10 +433,8 @@ def _bytes_at(address: int, nbytes: int) -> torch.Tensor:
 
 
 def open_lane(device: torch.device, *, urgent: bool = False, seam_bytes: int = SEAM_BYTES) -> Lane:
-    """Return a lane for caches on ``device``. Raises ``ConfigError`` for an unsupported device.
-
-    ``urgent``: the forward pass may wait for its copies. ``seam_bytes``: see ``SEAM_BYTES``.
-    """
+    """Return a lane for caches on ``device``. ``urgent``: the forward pass may wait for its copies.
+    ``seam_bytes``: see ``SEAM_BYTES``. Raises ``ConfigError`` for an unsupported device."""
     if device.type == "cpu":
-        return HostLane()
+        return Lane()
     return DeviceLane(device, driver_of(device), urgent=urgent, seam_bytes=seam_bytes)

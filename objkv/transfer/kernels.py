@@ -10,7 +10,6 @@ from __future__ import annotations
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -25,13 +24,12 @@ class PageKernels:
     """Moves pages within device memory, on the current stream. Layers have one shape, strides and
     dtype. Thread-safe. No call waits for the device, except ``prepare``.
 
-    These are PyTorch's own kernels: one launch per layer or more, on any device.
+    These are PyTorch's own kernels, compiled already: one launch per layer or more, on any device.
     """
 
     def prepare(self, layers: PagedLayers) -> None:
         """Compile and load all kernels for these layers, which may have several shapes, and upload
-        their addresses. Takes about a second for each new shape. Raises any exception of the
-        compiler. PyTorch's are compiled already."""
+        their addresses. Takes a second for each new shape. Raises any exception of the compiler."""
 
     def scatter(
         self, staged: torch.Tensor, layers: PagedLayers, ids: torch.Tensor, recast: Recast
@@ -59,13 +57,11 @@ class PageKernels:
 # the page as it is staged. With 128 threads, each has eight loads of 16 bytes in flight, enough to
 # saturate memory with the programs that fit on a GPU, and a chunk of 16 MiB is 1,000 programs,
 # enough to fill it. Smaller tiles would mean more programs that each begin with two dependent loads
-# (of the block's number and of the layer's address). The last tile of a page may be partly empty.
-# That costs little, because threads without words skip their loads and stores.
+# (of the block's number and of the layer's address). The last tile of a page may be partly empty:
+# threads without words skip their loads and stores.
 _TILE_WORDS_MAX = 2048
 _ACCESS_BYTES_MAX = 16
 """The widest load and store of one thread. Wider alignment does not help."""
-
-
 _ACTIONS = ("gather", "scatter", "recast")
 """Recasting is scattering pages of another shape, which takes divisions."""
 
@@ -91,7 +87,6 @@ class _Form(NamedTuple):
     align: int
     """Bytes that the addresses of all layers are multiples of."""
     action: str
-    """One of ``_ACTIONS``."""
 
 
 class _Frame(NamedTuple):
@@ -114,10 +109,8 @@ def _copy_pages(
     staged: tl.tensor, addresses: tl.tensor, ids: tl.tensor, numbers: tl.tuple, form: tl.constexpr
 ) -> None:
     """Copy between blocks of a cache and staging memory. Grid: ``[ids * tiles, layers]``.
-
-    ``addresses``: of each layer's block 0. ``numbers``: see ``_Frame``. Offsets in the
-    cache and in staging memory are int64, because both can exceed 2^31 words.
-    """
+    ``addresses``: of each layer's block 0. ``numbers``: see ``_Frame``. Offsets are int64, because
+    both can exceed 2^31 words."""
     blocks = (numbers.blocks - 3) // 2
     first_block = (numbers.first_block - 3) // 2
     taken = (numbers.taken - 3) // 2
@@ -166,7 +159,6 @@ class TritonKernels(PageKernels):
         # an address that is aligned differently.
         varying = ["addresses", "ids"]
         self._copy_pages = import_module("triton").jit(_copy_pages, do_not_specialize=varying)
-        self._forms: WeakKeyDictionary[PagedLayers, dict[str, _Form]] = WeakKeyDictionary()
 
     def prepare(self, layers: PagedLayers) -> None:
         """See ``PageKernels.prepare``. Launches every kernel with no blocks, which runs nothing."""
@@ -219,14 +211,11 @@ class TritonKernels(PageKernels):
         frame: _Frame,
         action: str,
     ) -> None:
-        forms = self._forms.get(layers)
-        if forms is None:
-            forms = self._forms[layers] = {action: _form_of(layers, action) for action in _ACTIONS}
         assert staged.is_contiguous()
         assert staged.dtype == layers.caches[0].dtype
         assert ids.dtype == torch.int64
         assert ids.is_contiguous()
-        form = forms[action]
+        form = _form_of(layers, action)
         grid = (ids.numel() * -(-form.page // form.tile), len(layers))
         numbers = _Frame(*[2 * number + 3 for number in frame])
         self._copy_pages[grid](staged, layers.pointers, ids, numbers, form)

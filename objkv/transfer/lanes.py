@@ -1,6 +1,6 @@
 """Lanes copy pages between slabs and the paged cache, and their marks show when copies are done.
 
-A host lane, which is here, copies at once. A device lane is a stream of its own, see
+The lane of host memory, which is here, copies at once. A device lane is a stream of its own, see
 ``objkv.transfer.devices``: its copies run concurrently with the model's kernels, ordered by events.
 """
 
@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from operator import mul
 from threading import Lock
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -42,15 +42,12 @@ class Recast:
     first_block: int
     """First block to take, counted in blocks of the reader's size."""
     blocks: int
-    """Number of blocks to take."""
     tokens: tuple[int, int] = (0, 1)
     """First token of the frame to take, and the distance to the next ones."""
 
     def __call__(self, pages: PagesT, block_size: int) -> PagesT:
-        """Return ``[..., blocks, heads, block_size, content]`` of ``pages`` in the reader's blocks.
-
-        A view of ``pages`` if the block size is the same, otherwise a copy. Any ratio works, if the
-        tokens fill whole blocks.
+        """Return ``[..., blocks, heads, block_size, content]`` of ``pages`` in the reader's blocks:
+        a view if the block size is the same, otherwise a copy. The tokens must fill whole blocks.
         """
         start, end = self.heads
         assert 0 <= start < end <= pages.shape[-3]
@@ -147,8 +144,8 @@ class PagedLayers:
     @cached_property
     def stacks(self) -> list[tuple[range, Pages, range]]:
         """The caches as few numpy arrays, ``[layers, blocks, heads, block_size, content]``, each
-        between its layers and the addresses that it spans. It has consecutive layers of one form,
-        at one distance in memory, as they nearly always are. Only for caches in host memory."""
+        with its layers before and the addresses that it spans behind. Layers of one array follow
+        one another, have one form, and are at one distance in memory. For host memory only."""
         stacks = []
         for run in self.runs:
             steps = np.diff(self.addresses[run.start : run.stop]).tolist()
@@ -187,8 +184,8 @@ class PagedLayers:
 
     @property
     def pointers(self) -> torch.Tensor:
-        """The same addresses in the memory of the layers' device. The upload blocks: other streams
-        may use it at once. For a rank's own pages it is done by ``Lane.prepare``."""
+        """The same addresses in the memory of the layers' device. The upload blocks, because other
+        streams may use it at once; ``Lane.prepare`` does it for a rank's own pages."""
         if self._pointers is None:
             with self._uploading:
                 if self._pointers is None:
@@ -215,10 +212,57 @@ class Mark:
 _DONE = Mark()
 
 
-class Lane(Protocol):
-    """Copies pages. Thread-safe. Pages must stay alive and unchanged until a later mark is done."""
+def check_reach(
+    memory: memoryview, starts: Ints, nbytes: Ints, layers: PagedLayers, ids: Ints
+) -> None:
+    """Raise IndexError if blocks are not in the cache, or bytes not in ``memory``. ``nbytes``: from
+    each of ``starts`` on, of the same shape or broadcast to it."""
+    if starts.shape not in ((len(ids),), (len(ids), len(layers))):  # they would be broadcast
+        raise ValueError(f"starts of {starts.shape} for {len(ids)} times {len(layers)} layers")
+    if ids.view(np.uint64).max() >= layers.blocks:  # those below 0 are huge numbers there
+        raise IndexError(f"blocks {ids.min()} to {ids.max()} of {layers.blocks}")
+    room = len(memory) - nbytes
+    if (starts | room | (room - starts)).min() < 0:  # the sign of any of them
+        raise IndexError(f"pages from {starts.min()} to {starts.max()} of {len(memory)} bytes")
 
-    per_span: bool
+
+def address_of(memory: memoryview) -> int:
+    """Return where ``memory`` starts."""
+    return np.frombuffer(memory, np.uint8).ctypes.data
+
+
+def offsets_of(nbytes: Ints) -> Ints:
+    """Return where each of some pieces starts if they follow one another."""
+    return np.cumsum(nbytes) - nbytes
+
+
+def run_starts(ids: Ints) -> Ints:
+    """Return where runs of consecutive ids start in ``ids.flat``. Each row starts one."""
+    starts = np.ones(ids.shape, bool)
+    starts[:, 1:] = ids[:, 1:] != ids[:, :-1] + 1
+    return np.flatnonzero(starts)
+
+
+def upload(ids: Ints, device: torch.device) -> torch.Tensor:
+    """Return ``ids`` on ``device``, ``[ids.size]`` int64, for work of its current stream."""
+    # A copy from unpinned memory would block this thread until the stream has caught up. PyTorch
+    # keeps the pinned memory until the copy is done.
+    pinned = torch.empty(ids.size, dtype=torch.int64, pin_memory=device.type != "cpu")
+    pinned.numpy()[:] = ids.reshape(-1)
+    return pinned.to(device, non_blocking=True)
+
+
+class Lane:
+    """Copies pages. Thread-safe. Pages must stay alive and unchanged until a later mark is done.
+
+    This one copies within host memory, in the calling thread. numpy gives up the interpreter's lock
+    for each copy and waits for it afterwards, up to 5 ms if another thread computes in Python. So
+    consecutive blocks of all layers are one copy: a payload of 32 MiB is one call, which takes that
+    long anyway. torch's copies would use the threads that the model computes with and wait for
+    them: up to a second for 128 MiB while they are busy, against 50 ms here (2 cores, 2026-11-21).
+    """
+
+    per_span = False
     """Whether to pass all layers of a span to ``scatter`` at once, because each call costs a
     launch. If not, layers are better copied as they arrive, while they are in the CPU's cache."""
 
@@ -229,7 +273,9 @@ class Lane(Protocol):
         """Compile and upload what copies of these layers need, so that no request waits for it."""
 
     def mark_compute(self) -> Mark:
-        """Return a mark after all work submitted so far to the current compute stream."""
+        """Return a mark after all work submitted so far to the current compute stream. On the CPU
+        the forward pass has ended, or its thread is in this call."""
+        return _DONE
 
     def follow(self, mark: Mark) -> None:
         """Order the lane's next work after ``mark``."""
@@ -256,106 +302,22 @@ class Lane(Protocol):
                 the copy is on the device of the caches. None: frames are ``blocks`` pages, and are
                 written unchanged.
         """
-
-    def gather(self, layers: PagedLayers, ids: Ints, memory: memoryview, starts: Ints) -> None:
-        """Copy the blocks of ``n`` chunks to ``memory``: for each chunk all its blocks of the first
-        layer, then of the second, and so on.
-
-        Raises as ``scatter`` does.
-
-        Args:
-            layers: the layers that are read.
-            ids: ``[n, blocks]`` block ids.
-            memory: bytes, one after another, writable; pinned for a device lane.
-            starts: ``[n]``: where the pages of each chunk start in ``memory``.
-        """
-
-    def mark(self) -> Mark:
-        """Return a mark after all work submitted to the lane so far."""
-
-
-def check_reach(
-    memory: memoryview, starts: Ints, nbytes: Ints, layers: PagedLayers, ids: Ints
-) -> None:
-    """Raise IndexError if blocks are not in the cache, or bytes not in ``memory``: it would be
-    other memory. ``nbytes``: from each of ``starts`` on, of the same shape or broadcast to it."""
-    if starts.shape not in ((len(ids),), (len(ids), len(layers))):  # they would be broadcast
-        raise ValueError(f"starts of {starts.shape} for {len(ids)} times {len(layers)} layers")
-    if ids.view(np.uint64).max() >= layers.blocks:  # those below 0 are huge numbers there
-        raise IndexError(f"blocks {ids.min()} to {ids.max()} of {layers.blocks}")
-    room = len(memory) - nbytes
-    if (starts | room | (room - starts)).min() < 0:  # the sign of any of them
-        raise IndexError(f"pages from {starts.min()} to {starts.max()} of {len(memory)} bytes")
-
-
-def address_of(memory: memoryview) -> int:
-    """Return where ``memory`` starts."""
-    return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
-
-
-def offsets_of(nbytes: Ints) -> Ints:
-    """Return where each of some pieces starts if they follow one another."""
-    return np.cumsum(nbytes) - nbytes
-
-
-def run_starts(ids: Ints) -> Ints:
-    """Return where runs of consecutive ids start in ``ids.flat``. Each row starts one."""
-    starts = np.ones(ids.shape, bool)
-    starts[:, 1:] = ids[:, 1:] != ids[:, :-1] + 1
-    return np.flatnonzero(starts)
-
-
-def upload(ids: Ints, device: torch.device) -> torch.Tensor:
-    """Return ``ids`` on ``device``, ``[ids.size]`` int64, for work of its current stream."""
-    # A copy from unpinned memory would block this thread until the stream has caught up. PyTorch
-    # keeps the pinned memory until the copy is done.
-    pinned = torch.empty(ids.size, dtype=torch.int64, pin_memory=device.type != "cpu")
-    pinned.numpy()[:] = ids.reshape(-1)
-    return pinned.to(device, non_blocking=True)
-
-
-class HostLane:
-    """Copies within host memory, in the calling thread.
-
-    numpy gives up the interpreter's lock for each copy and waits for it afterwards, up to 5 ms if
-    another thread computes in Python. So consecutive blocks of all layers are one copy: a payload
-    of 32 MiB is one call, which takes that long anyway.
-    torch's copies would use the threads that the model computes with and wait for them: up to a
-    second for 128 MiB while they are busy, against 50 ms here (2 cores, 2026-11-21).
-    """
-
-    per_span = False
-
-    def adopt_thread(self) -> None:
-        """Do nothing: any thread can use the lane."""
-
-    def prepare(self, layers: PagedLayers) -> None:
-        """Do nothing: there is nothing to compile."""
-
-    def mark_compute(self) -> Mark:
-        """Return a mark that is done: on the CPU the forward pass has ended, or its thread is in
-        this call."""
-        return _DONE
-
-    def follow(self, mark: Mark) -> None:
-        """Do nothing, see ``mark_compute``."""
-
-    def scatter(
-        self,
-        memory: memoryview,
-        starts: Ints,
-        layers: PagedLayers,
-        ids: Ints,
-        recast: Recast | None = None,
-    ) -> None:
-        """See ``Lane.scatter``."""
         assert recast is None or recast.blocks == ids.shape[1]
         check_reach(memory, starts, layers.frame_bytes(ids.shape[1], recast), layers, ids)
         for cells, pages in _moves(memory, starts, layers, ids, recast):
             np.copyto(cells, pages)
 
     def gather(self, layers: PagedLayers, ids: Ints, memory: memoryview, starts: Ints) -> None:
-        """See ``Lane.gather``."""
+        """Copy the blocks of ``n`` chunks to ``memory``: for each chunk all its blocks of the first
+        layer, then of the second, and so on. They are complete when a later mark is done.
+
+        Raises as ``scatter`` does.
+
+        Args:
+            ids: ``[n, blocks]`` block ids.
+            memory: bytes, one after another, writable; pinned for a device lane.
+            starts: ``[n]``: where the pages of each chunk start in ``memory``.
+        """
         nbytes = layers.frame_bytes(ids.shape[1])
         check_reach(memory, starts, nbytes.sum(), layers, ids)
         of_layers = starts[:, None] + offsets_of(nbytes)
@@ -363,7 +325,7 @@ class HostLane:
             np.copyto(pages, cells)
 
     def mark(self) -> Mark:
-        """Return a mark that is done."""
+        """Return a mark after all work submitted to the lane so far."""
         return _DONE
 
 
@@ -404,22 +366,16 @@ def _moves(
 def _span_of(cells: Pages) -> range:
     """Return the addresses from the array's first byte in memory to its last."""
     ends = [(n - 1) * stride for n, stride in zip(cells.shape, cells.strides, strict=True)]
-    at = cells.__array_interface__["data"][0]
-    return range(
-        at + sum(min(end, 0) for end in ends),
-        at + sum(max(end, 0) for end in ends) + cells.itemsize,
-    )
+    first, last = (sum(edge(end, 0) for end in ends) for edge in (min, max))
+    return range(cells.ctypes.data + first, cells.ctypes.data + last + cells.itemsize)
 
 
 def _regular(
     stacks: list[tuple[range, Pages, range]], starts: Ints, memory: memoryview
 ) -> Iterator[tuple[range, Pages]]:
     """Yield stacks of layers whose frames are at one distance in memory, as in a payload; others
-    layer by layer.
-
-    So are those between which ``memory`` lies: numpy would take the two for overlapping, and copy
-    to a buffer of its own first. That may lie there, too, and so on until the process ends.
-    """
+    layer by layer. So are those between which ``memory`` lies: numpy would take the two for
+    overlapping, and copy to a buffer of its own first, which may lie there, too, and so on."""
     first = address_of(memory)
     for part, cells, span in stacks:
         steps = np.diff(starts[:, part.start : part.stop])

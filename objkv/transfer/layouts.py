@@ -2,12 +2,13 @@
 
 A payload has its frames in rows: one row per layer, or part of a state, and in each row one frame
 per column, which is what one rank of the writer had: some heads, or some tokens. A rank that loads
-needs consecutive rows, and of each the columns that hold its heads and tokens. Payloads of another
-block size divide the same tokens into other blocks. A payload whose frames are not exactly those of
-its group is refused.
+needs consecutive rows, and of each the columns with its heads and tokens. The blocks may have other
+sizes than the rank's. A payload whose frames are not exactly those of its group is refused.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -38,22 +39,23 @@ class _Column:
         fill them."""
         own, shape = group.shape.rank_shard.shard, group.shape
         first, end = max(own.head_start, share.head_start), min(own.head_end, share.head_end)
-        self._heads = (first - share.head_start, end - share.head_start)
+        taken = (first - share.head_start, end - share.head_start)
         heads = slice(first - own.head_start, end - own.head_start)
-        slots, self._tokens = _selection(own.tokens, share.tokens)
+        slots, tokens = _selection(own.tokens, share.tokens)
         ours = group.pages.cut(filled)
         is_all = end - first == own.head_end - own.head_start and slots == slice(None)
         self._pages = ours if is_all else PagedLayers([c[:, heads, slots] for c in ours.caches])
         blocks, given_heads, size, _ = read[0].shape
         own_size = self._pages.caches[0].shape[2]
-        self._blocks = blocks * size // self._tokens[1] // own_size
+        self._blocks = blocks * size // tokens[1] // own_size
         """Blocks of the rank that a frame fills."""
-        self._frame = blocks, given_heads, 0 if shape.parts else size
-        is_whole = self._heads == (0, given_heads) and self._tokens == (0, 1)
+        frame = blocks, given_heads, 0 if shape.parts else size
+        self._recast = Recast(frame, taken, 0, self._blocks, tokens)
+        is_whole = taken == (0, given_heads) and tokens == (0, 1)
         self._recasts = not is_whole or size != own_size
-        as_given = Recast(self._frame, self._heads, 0, 0)
         # Otherwise some bytes of each token would be left out.
-        assert self._pages.frame_bytes(0, as_given).tolist() == [layer.nbytes for layer in read]
+        given = self._pages.frame_bytes(0, self._recast)
+        assert given.tolist() == [layer.nbytes for layer in read]
 
     def scatter(
         self,
@@ -71,7 +73,7 @@ class _Column:
             raise ValueError(f"blocks {skipped} to {skipped + blocks} of {self._blocks}")
         recast = None
         if self._recasts:
-            recast = Recast(self._frame, self._heads, skipped, blocks, self._tokens)
+            recast = replace(self._recast, first_block=skipped, blocks=blocks)
         elif skipped:
             starts = starts + skipped * layers.nbytes
         lane.scatter(memory, starts, layers, ids, recast)
@@ -88,18 +90,18 @@ class PayloadLayout:
         data_start: int,
     ) -> None:
         """``shard``: what the payloads have of the group, None for all. ``found``: their frames,
-        one after the other from ``data_start`` on. Raises ``PayloadError`` if those are not such
-        payloads'."""
+        from ``data_start`` on. Raises ``PayloadError`` if those are not such payloads'."""
         self._group = group
         shape, held = group.shape, shard or group.shape.whole
-        names = _row_names(group, held)
+        model_layers = shape.model_layers or shape.layers
+        names = part_names(model_layers[held.layer_start : held.layer_end], len(shape.parts))
         columns, rest = divmod(len(found), len(names))
         if rest or not columns:
             raise PayloadError(f"{len(found)} frames for {len(names)} layers")
         shares = _shares(columns, found[0].shape[1], held)
         check_layers(found, _specs(group, names, shares, found[0].shape[2]))
         own, layers = shape.rank_shard.shard, _common_layers(shape, held)
-        tokens = own.tokens.sources(shares[0].tokens.size, shares[0].tokens.interleave)
+        tokens = own.tokens.sources(shares[0].tokens)
         places = [
             place
             for place, share in enumerate(shares)
@@ -117,7 +119,6 @@ class PayloadLayout:
         self._first, self._last = places[0], places[-1]
         sizes = np.array([layer.nbytes for layer in found], np.int64)
         self.nbytes = data_start + int(sizes.sum())
-        """Bytes of a payload."""
         starts, sizes = (x.reshape(-1, columns) for x in (data_start + offsets_of(sizes), sizes))
         self.starts = starts[:, self._first]
         """Where what is read of each row of a payload starts in it, ``[rows of the payload]``: a
@@ -149,15 +150,13 @@ class PayloadLayout:
         """Write the rank's part of some rows of ``n`` payloads into blocks.
 
         Raises IndexError for a block that does not exist, or a span outside ``memory``, and
-        ValueError for more blocks than a payload has.
+        ValueError for more blocks than a payload has. For the other arguments see ``Lane.scatter``.
 
         Args:
             rows: which, all of them in ``self.rows``.
-            memory: has their raw, verified bytes. Must stay alive until the lane's next mark is
-                done.
+            memory: has their raw, verified bytes.
             starts: ``[n, rows]``: where the spans of the rows start in it, see ``self.starts``.
-            ids: ``[n, blocks]``: vLLM's block ids. Must not change any more.
-            first_block: the payloads' block that the first of them receives.
+            first_block: the payloads' block that the first of ``ids`` receives.
         """
         first = rows.start - self.rows.start
         ours = range(first, first + len(rows))
@@ -177,22 +176,15 @@ class SourceShape(NamedTuple):
 
 
 class PayloadLayouts:
-    """The layouts of the payloads that one rank reads. ``read`` is for one thread."""
+    """The layouts of the payloads that one rank reads. Thread-safe."""
 
     def __init__(self, groups: Mapping[int, PagedGroup]) -> None:
         self._groups = groups
-        self._sources: dict[Source, SourceShape] = {}
-        self._known: dict[tuple[Source, tuple[LayerSpec, ...], int], PayloadLayout] = {}
-
-    def of(self, source: Source) -> SourceShape:
-        """Return the shape of payloads of a source."""
-        if (found := self._sources.get(source)) is None:
-            if len(self._sources) >= _KEPT_MAX:
-                self._sources.clear()
-            found = self._sources[source] = self._shape(source)
-        return found
+        self.of = lru_cache(_KEPT_MAX)(self._shape)
+        self._layout = lru_cache(_KEPT_MAX)(self._checked)
 
     def _shape(self, source: Source) -> SourceShape:
+        """Return the shape of payloads of a source."""
         group = self._groups.get(source.group)
         if group is None:
             return SourceShape(range(0), 0)
@@ -210,13 +202,12 @@ class PayloadLayouts:
         header = read_claimed(payload, claim, self._groups[source.group].layers)
         if header.nbytes != nbytes or header.codec != "none":
             raise PayloadError(f"{nbytes} bytes in the arena, not {header.nbytes}")
-        key = source, header.frames.layers, header.data_start
-        if (layout := self._known.get(key)) is None:
-            if len(self._known) >= _KEPT_MAX:
-                self._known.clear()
-            layout = PayloadLayout(self._groups[source.group], source.shard, *key[1:])
-            self._known[key] = layout
-        return header, layout
+        return header, self._layout(source, header.frames.layers, header.data_start)
+
+    def _checked(
+        self, source: Source, found: tuple[LayerSpec, ...], data_start: int
+    ) -> PayloadLayout:
+        return PayloadLayout(self._groups[source.group], source.shard, found, data_start)
 
 
 def row_bytes_max(group: PagedGroup) -> int:
@@ -245,16 +236,13 @@ def _shares(columns: int, heads: int, held: Shard) -> list[Shard]:
 
 
 def _common_layers(shape: GroupShape, held: Shard) -> range:
-    """Return the layers of which a payload has something that the rank needs. If its tokens are
-    dealt in a way that the rank cannot read, the rank still needs it, so that loading it fails."""
+    """Return the layers of which a payload has something that the rank needs. If it cannot read how
+    the tokens are dealt, it still needs them, so that loading fails."""
     own = shape.rank_shard.shard
-    sources = own.tokens.sources(held.tokens.size, held.tokens.interleave)
+    sources = own.tokens.sources(held.tokens)
     if not own.overlaps(held) or (sources and held.tokens not in sources):
         return range(0)
-    return range(
-        max(own.layer_start, held.layer_start),
-        min(own.layer_end, held.layer_end),
-    )
+    return range(max(own.layer_start, held.layer_start), min(own.layer_end, held.layer_end))
 
 
 def _rows(shape: GroupShape, layers: range, shard: Shard) -> range:
@@ -264,8 +252,8 @@ def _rows(shape: GroupShape, layers: range, shard: Shard) -> range:
 
 
 def _selection(own: TokenPart, source: TokenPart) -> tuple[slice, tuple[int, int]]:
-    """Return which slots of the rank's blocks a payload fills, and which tokens of the payload are
-    taken: the first, and the distance to the next ones."""
+    """Return which slots of the rank's blocks a payload fills, and which tokens of it are taken:
+    the first, and the distance to the next ones."""
     if source.size > own.size:
         step = source.size // own.size
         return slice((source.rank - own.rank) // own.size, None, step), (0, 1)
@@ -291,12 +279,6 @@ def _tokens_of(group: PagedGroup, share: Shard) -> int:
     if rest or not tokens:
         raise PayloadError(f"tokens divided among {share.tokens.size} ranks")
     return tokens
-
-
-def _row_names(group: PagedGroup, held: Shard) -> list[str]:
-    shape = group.shape
-    names = (shape.model_layers or shape.layers)[held.layer_start : held.layer_end]
-    return part_names(names, len(shape.parts))
 
 
 def _specs(

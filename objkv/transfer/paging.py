@@ -38,11 +38,8 @@ DTYPE_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """The element type and scales of one layer's cache.
-
-    The tensor does not have them: vLLM stores fp8 as plain bytes, and keeps the scales in the
-    layer.
-    """
+    """The element type and scales of one layer's cache. The tensor does not have them: vLLM stores
+    fp8 as plain bytes, and keeps the scales in the layer."""
 
     dtype: str | None
     """Name of a one-byte safetensors dtype. None: the tensor's own."""
@@ -65,8 +62,8 @@ class GroupShape:
     heads: int = 0
     """Heads over all ranks. 0: this rank has all heads."""
     divisible: bool = False
-    """Whether tokens can be moved into blocks of another size, so that replicas with different
-    block sizes share. True if pages are canonical and the group keeps all tokens."""
+    """Whether tokens can be moved into blocks of another size: pages are canonical, and the group
+    keeps all tokens."""
     payload: Shard | None = None
     """What the payloads have that the rank writes, alone or with others. None: all of the group."""
     joined: int = 1
@@ -101,8 +98,7 @@ NOT_QUANTISED: Mapping[str, Quantised] = MappingProxyType({})
 
 
 class PagedGroup:
-    """One group's layers on this rank. vLLM owns the tensors. They are never freed or resized
-    here."""
+    """One group's layers on this rank. vLLM owns the tensors."""
 
     def __init__(
         self,
@@ -113,7 +109,11 @@ class PagedGroup:
         """``quantised``: layers whose element type or scales differ from their tensor's dtype."""
         assert len(caches) == len(shape.layers)
         names = part_names(shape.layers, len(shape.parts))
-        caches = _framed(shape, caches)
+        if shape.parts:
+            both = zip(shape.layers, caches, strict=True)
+            caches = [one for layer in both for one in _part_caches(*layer, shape.parts)]
+        else:
+            caches = [_whole_blocks(cache, shape.block_size) for cache in caches]
         self.split = _split(shape, caches[0])
         """Blocks of the kernel per block of vLLM. 1 unless it divides them in HND."""
         if self.split > 1:
@@ -152,7 +152,6 @@ class PagedGroup:
 
     @property
     def device(self) -> torch.device:
-        """The device of the tensors."""
         return self.caches[0].device
 
     @property
@@ -161,8 +160,7 @@ class PagedGroup:
         return self.pages.caches
 
     def blocks(self, ids: Ints) -> Ints:
-        """Return the kernel's blocks that vLLM's blocks consist of, ``[n, split * blocks]`` of
-        ``[n, blocks]``."""
+        """Return the kernel's blocks, ``[n, split * blocks]``, of vLLM's, ``[n, blocks]``."""
         if self.split == 1:
             return ids
         return (ids[..., None] * self.split + np.arange(self.split)).reshape(len(ids), -1)
@@ -177,17 +175,6 @@ class PagedGroup:
         for cache in self.caches:
             cache.index_fill_(0, cleared, 0)
 
-    def gather(self, lane: Lane, ids: Ints, memory: memoryview, starts: Ints) -> None:
-        """Copy all layers of ``n`` chunks to ``memory``, one layer after the other.
-
-        Args:
-            ids: ``[n, blocks]``: vLLM's blocks of each chunk.
-            memory: writable; pinned for a device lane.
-            starts: ``[n]``: where the ``raw_bytes`` of each chunk start in it. They are complete
-                when a later mark of the lane is done.
-        """
-        lane.gather(self.pages, self.blocks(ids), memory, starts)
-
 
 def _whole_blocks(cache: torch.Tensor, block_size: int) -> torch.Tensor:
     """View kernel blocks ``[n, heads, size, content]`` as blocks of ``block_size`` tokens if the
@@ -200,14 +187,6 @@ def _whole_blocks(cache: torch.Tensor, block_size: int) -> torch.Tensor:
         return cache
     strides = (cache.stride(0) * ratio, *cache.stride()[1:])
     return cache.as_strided((count // ratio, heads, block_size, content), strides)
-
-
-def _framed(shape: GroupShape, caches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return one view for each frame of a payload."""
-    if not shape.parts:
-        return [_whole_blocks(cache, shape.block_size) for cache in caches]
-    both = zip(shape.layers, caches, strict=True)
-    return [view for name, cache in both for view in _part_caches(name, cache, shape.parts)]
 
 
 def _part_caches(name: str, cache: torch.Tensor, parts: tuple[PartView, ...]) -> list[torch.Tensor]:
@@ -260,25 +239,22 @@ def _layer_spec(
     return LayerSpec(name, quantised.dtype or DTYPE_NAMES[cache.dtype], pages, quantised.scales)
 
 
-# A self-test of a rank's pages before the first request. It writes blocks, reads them back, and
-# checks that nothing else changed. A layout that objkv misreads is refused instead of corrupted.
+# A self-test of a rank's pages before the first request. A layout that objkv misreads is refused
+# instead of corrupted.
 
 _BLOCKS = 2
 """Number of blocks written. Their neighbours are checked too."""
 
 
 def check_pages(group: PagedGroup, lane: Lane) -> None:
-    """Write a pattern into blocks of every layer and check it.
-
-    The lane and plain indexing must both read it back, each layer must have its own pattern, and
-    neighbouring blocks must be unchanged. The blocks must not be in use. Their contents are
-    restored. Block 0 is not touched. Raises ``ConfigError``.
-    """
-    blocks = min(len(cache) for cache in group.caches)
+    """Write a pattern of its own into blocks of every layer. The lane and plain indexing must both
+    read it back, and neighbouring blocks must be unchanged. Otherwise raises ``ConfigError``. The
+    blocks, which must not be in use, are restored. Block 0 is not touched."""
+    blocks = group.pages.blocks
     if blocks <= _BLOCKS:
         return  # too few to serve a request
     lane.prepare(group.pages)
-    written = [blocks - 1, max(1, blocks // 2)][: blocks - 1]
+    written = [blocks - 1, blocks // 2]
     watched = sorted({b for w in written for b in (w - 1, w, w + 1) if 0 <= b < blocks})
     before = [distinct(cache)[watched].clone() for cache in group.caches]
     try:
@@ -289,7 +265,7 @@ def check_pages(group: PagedGroup, lane: Lane) -> None:
 
 
 def _check(group: PagedGroup, lane: Lane, written: list[int], watched: list[int]) -> None:
-    neighbours = [block for block in watched if block not in written]
+    neighbours = sorted({*watched} - {*written})
     untouched = [cache[neighbours].cpu() for cache in group.caches]
     ids = np.array([written], np.int64)
     sizes = (len(written) * group.pages.nbytes).tolist()
@@ -308,16 +284,15 @@ def _check(group: PagedGroup, lane: Lane, written: list[int], watched: list[int]
     lane.scatter(given.numpy().data, starts, group.pages, ids)
     lane.gather(group.pages, ids, back.numpy().data, starts[:, 0])
     lane.mark().wait()  # plain indexing below is on another stream
-    for layer, (cache, pattern) in enumerate(zip(group.caches, patterns, strict=True)):
-        seen = cache[written].cpu()
-        beside = cache[neighbours].cpu()
+    all_layers = zip(group.layers, group.caches, patterns, untouched, strict=True)
+    for layer, cache, pattern, beside in all_layers:
         if not (
             torch.equal(back, given)
-            and torch.equal(seen, pattern)
-            and torch.equal(beside, untouched[layer])
+            and torch.equal(cache[written].cpu(), pattern)
+            and torch.equal(cache[neighbours].cpu(), beside)
         ):
             raise ConfigError(
-                f"the KV cache of {group.layers[layer].name} does not return the blocks written "
+                f"the KV cache of {layer.name} does not return the blocks written "
                 f"to it (shape {tuple(cache.shape)}, strides {cache.stride()}): this layout "
                 "is not supported, run the model without the objkv connector or choose another "
                 "attention backend"

@@ -1,9 +1,8 @@
 """Plans: the chunks of one request's load or save. They contain names and numbers only.
 
-The scheduler makes the whole plan and sends it to the workers once. Each worker executes it for the
-layers, heads and tokens that it has. The moves of a load are kept in columns: a prompt of 32k
-tokens has 128 chunks, and as objects these take milliseconds to plan, to pickle and, on every
-rank's forward thread, to unpickle.
+Each worker executes a plan for the layers, heads and tokens that it has. The moves of a load are in
+columns: a prompt of 32k tokens has 128 chunks, and as objects these take milliseconds to plan, to
+pickle and, on every rank's forward thread, to unpickle.
 """
 
 from collections.abc import Sequence
@@ -28,7 +27,6 @@ class ChunkMove:
     """One chunk of one group, and the physical blocks that it is copied to or from."""
 
     chunk: int
-    """Number of the chunk in the prompt."""
     group: int
     prefix_hash: bytes
     parent_hash: bytes
@@ -63,7 +61,7 @@ class Source(NamedTuple):
 
     group: int
     shard: Shard | None = None
-    """What the payloads have of the group. None: all of it."""
+    """None: all of the group."""
 
 
 class MoveColumn(IntEnum):
@@ -83,10 +81,7 @@ class MoveColumn(IntEnum):
 
 
 class LoadMoves:
-    """The moves of a load, in columns, in the order of their chunks. Immutable and thread-safe.
-
-    Pickled, the columns are a few byte strings.
-    """
+    """The moves of a load, in columns, in the order of their chunks. Immutable and thread-safe."""
 
     def __init__(
         self,
@@ -95,13 +90,8 @@ class LoadMoves:
         block_ids: npt.NDArray[np.int64] | bytes,
         sources: tuple[Source, ...],
     ) -> None:
-        """
-        Args:
-            table: ``[len(MoveColumn), moves]`` int32, contiguous.
-            hashes: prefix hashes, each behind its parent, one after another.
-            block_ids: ``[blocks]`` int64, contiguous: physical block ids, none of them the null
-                block.
-        """
+        """``table`` and ``block_ids``, ``[blocks]`` physical ids without the null block, are
+        contiguous. ``hashes``: prefix hashes, each behind its parent, one after another."""
         self.table = np.frombuffer(table, np.int32).reshape(len(MoveColumn), -1)
         """``[len(MoveColumn), moves]`` int32."""
         self._hashes, self._block_ids = hashes, np.frombuffer(block_ids, np.int64)
@@ -133,10 +123,8 @@ class LoadMoves:
         rows = np.empty(len(part), _CLAIM_ROW)
         rows["prefix_hash"] = hashes[table[MoveColumn.HASH]]
         rows["parent_hash"] = hashes[table[MoveColumn.HASH] - 1]
-        rows["token_start"], rows["token_end"] = (
-            table[MoveColumn.TOKEN_START],
-            table[MoveColumn.TOKEN_END],
-        )
+        rows["token_start"] = table[MoveColumn.TOKEN_START]
+        rows["token_end"] = table[MoveColumn.TOKEN_END]
         rows["field"] = table[MoveColumn.SOURCE]
         fields = tuple([field_of(*source) for source in self.sources])
         return Claims(namespace, fields, rows.tobytes())
@@ -187,7 +175,6 @@ class LoadPlan:
     sync: bool
     """Whether this step's forward pass needs them, layer by layer. Otherwise a later step does."""
     traceparent: str | None = None
-    """Trace context of the request."""
     blocks_to_zero: tuple[BlocksToZero, ...] = ()
 
 

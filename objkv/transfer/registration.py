@@ -15,7 +15,6 @@ from collections.abc import Callable
 from functools import partial
 from threading import Condition, Thread
 from time import monotonic, sleep
-from typing import Final
 
 import numpy as np
 
@@ -26,7 +25,6 @@ from objkv.transfer.lanes import Bools, Ints, address_of, offsets_of
 from objkv.transfer.slabs import Slab, SlabPool
 
 logger = logging.getLogger(__name__)
-WINDOW_BYTES: Final = SEAM_BYTES
 _PAUSES = 4
 """After each call of the driver, launches get so many times the time that it took."""
 _STEP_BYTES = 2 << 20
@@ -35,16 +33,10 @@ PinReadOnly = Callable[[int, int], Callable[[], None]]
 """Page-locks mapped memory and returns what unlocks it, see ``DeviceDriver.pin_read_only``."""
 
 
-def _nothing() -> None:
-    pass
-
-
 class RegistrationWindows:
-    """The windows of one mapping that are registered with a device. Thread-safe.
-
-    They end at addresses that are multiples of their size, as the copies of a ``DeviceLane`` do.
-    ``close`` must be called before the mapping is removed, and when no copy from it is left.
-    """
+    """The windows of one mapping that are registered with a device. Thread-safe. They end at
+    multiples of their size, as the copies of a ``DeviceLane`` do. ``close`` must be called before
+    the mapping is removed, and when no copy from it is left."""
 
     def __init__(
         self,
@@ -52,8 +44,8 @@ class RegistrationWindows:
         nbytes: int,
         pin: PinReadOnly,
         *,
-        window_bytes: int = WINDOW_BYTES,
-        begin: Callable[[], None] = _nothing,
+        window_bytes: int,
+        begin: Callable[[], None] = lambda: None,
     ) -> None:
         """``address`` and ``nbytes``: the mapping, whole pages. ``begin``: prepares the thread that
         registers."""
@@ -63,14 +55,12 @@ class RegistrationWindows:
         self._wanted: deque[int] = deque()
         first, end = address // window_bytes, -(-(address + nbytes) // window_bytes)
         self._first = first
-        """Number of the first window."""
         self._known: set[int] = set()
         """Windows that were ever wanted."""
-        self._undo: dict[int, Callable[[], None]] = {}
-        """For each registered window, what unlocks it."""
+        self._undo: list[Callable[[], None]] = []
+        """What unlocks each registered window."""
         self._lacking = np.arange(end - first + 1)
-        """How many windows before each, counted from the first, are not registered. Replaced as a
-        whole."""
+        """How many windows before each are not registered. Replaced as a whole."""
         self._refused = False
         self._end: Callable[[], None] | None = None
         self._keeps = False
@@ -104,7 +94,7 @@ class RegistrationWindows:
         """Register no more, and leave all windows as they are: a device may read them until the
         process ends. Never waits."""
         self._keeps = True
-        self.close(_nothing)
+        self.close(lambda: None)
 
     def join(self, seconds: float) -> bool:
         """Wait until ``close`` is done, for at most ``seconds``. Returns whether it is."""
@@ -141,7 +131,7 @@ class RegistrationWindows:
                 self._changed.wait_for(lambda: self._end is not None)
         if self._keeps:
             return
-        for undo in self._undo.values():
+        for undo in self._undo:
             began = monotonic()
             try:
                 undo()
@@ -154,7 +144,9 @@ class RegistrationWindows:
     def _register(self, number: int) -> None:
         if self._refused:
             return
-        start, end = self._span(number)
+        start = number * self._window
+        end = min(start + self._window, self._address + self._nbytes)
+        start = max(start, self._address)
         for at in range(start, end, _STEP_BYTES):  # meanwhile no other thread can map or unmap
             map_pages(at, min(_STEP_BYTES, end - at), writable=False)
         began = monotonic()
@@ -163,7 +155,7 @@ class RegistrationWindows:
         except RuntimeError as exc:  # others would be refused, too
             self._refuse(exc)
             return
-        self._undo[number] = undo
+        self._undo.append(undo)
         lacking = self._lacking.copy()
         lacking[number - self._first + 1 :] -= 1
         self._lacking = lacking
@@ -177,11 +169,6 @@ class RegistrationWindows:
             reason,
         )
 
-    def _span(self, number: int) -> tuple[int, int]:
-        """Return the addresses of a window, ``[start, end)``."""
-        start = number * self._window
-        return max(start, self._address), min(start + self._window, self._address + self._nbytes)
-
 
 class ArenaRegistration:
     """Frames in an agent's arena, where a device can read them. Belongs to one thread."""
@@ -191,8 +178,8 @@ class ArenaRegistration:
         slabs: SlabPool,
         pin: PinReadOnly,
         *,
-        window_bytes: int = WINDOW_BYTES,
-        begin: Callable[[], None] = _nothing,
+        window_bytes: int = SEAM_BYTES,
+        begin: Callable[[], None] = lambda: None,
     ) -> None:
         """``slabs``: pinned, each at least as large as any frame. For the rest see
         ``RegistrationWindows``."""
@@ -220,9 +207,9 @@ class ArenaRegistration:
 
     def abandon(self) -> None:
         """Leave the arena as it is, until the process ends."""
-        windows, self.windows, self._arena = self.windows, None, None
-        if windows is not None:
-            windows.abandon()
+        if self.windows is not None:
+            self.windows.abandon()
+        self.windows = self._arena = None
 
     def join(self, seconds: float) -> bool:
         """Wait until the last ``detach`` is done, for at most ``seconds``. Returns whether it is.
@@ -232,12 +219,13 @@ class ArenaRegistration:
     def readable(
         self, starts: Ints, sizes: Ints
     ) -> tuple[list[int], memoryview, Ints, Slab | None]:
-        """Return memory in which the device can read spans of some of ``n`` payloads now.
+        """Return memory in which the device can read spans of some of ``n`` payloads now. Never
+        waits for the device.
 
         Either all spans of payloads that it can read in the arena, or a slab with all spans of the
         first payloads; if not even those of one fit, with the first spans of the first payload.
         Raises ``SlabsExhaustedError`` if all slabs are being read, and IndexError for a span
-        outside the arena. Never waits for the device.
+        outside the arena.
 
         Args:
             starts: ``[n, spans]``: where they start in the arena, in order; neither is 0.
@@ -245,8 +233,7 @@ class ArenaRegistration:
 
         Returns:
             which payloads, the memory, where their spans start in it, ``[payloads, spans]`` or
-            fewer, and the slab that has it, if any. The caller returns that when the device has
-            read it.
+            fewer, and the slab that has it, if any, which the caller returns.
         """
         windows, arena = self.windows, self._arena
         assert windows is not None
@@ -267,11 +254,7 @@ class ArenaRegistration:
         slab = self._slabs.lease()
         room, source = np.frombuffer(slab.view, np.uint8), np.frombuffer(arena, np.uint8)
         places = np.arange(count)[:, None] * each + offsets_of(taken)
-        for place, start, nbytes in zip(
-            places.reshape(-1).tolist(),
-            starts[:count, :spans].reshape(-1).tolist(),
-            np.tile(taken, count).tolist(),
-            strict=True,
-        ):
+        columns = places, starts[:count, :spans], np.tile(taken, (count, 1))
+        for place, start, nbytes in np.stack(columns, -1).reshape(-1, 3).tolist():
             np.copyto(room[place : place + nbytes], source[start : start + nbytes])
         return list(range(count)), slab.view, places, slab

@@ -3,8 +3,8 @@ over.
 
 The forward thread records a mark of what it has launched, and goes on. One thread decides what to
 save, leases slabs and submits copies to the lane. Another polls the device, and when copies have
-ended it writes each payload's header around its pages, in the slab, and hands the payload to the
-agent. What there is no slab or no room for is dropped, counted, and reported to the scheduler.
+ended it writes each payload's header before its pages, in the slab, and hands it to the agent. What
+there is no slab or no room for is dropped, counted, and reported to the scheduler.
 """
 
 import logging
@@ -86,9 +86,9 @@ class _Step:
     """The saves of one step."""
 
     plans: Sequence[SavePlan]
-    """None once they are taken: freeing them is not for the forward thread."""
+    """Empty once they are taken: freeing them is not for the forward thread."""
     requests: frozenset[str]
-    """What is saved of whom."""
+    """Whose chunks are saved."""
     count: int
     """How many chunks are planned."""
     after: Mark
@@ -111,8 +111,8 @@ class _Step:
 
 
 class Saver:
-    """Executes save plans. Only the forward thread calls ``gather``, ``fence``, ``left_device`` and
-    ``take_dropped``."""
+    """Executes save plans. ``gather``, ``fence``, ``left_device`` and ``take_dropped`` are for the
+    forward thread."""
 
     def __init__(
         self,
@@ -144,11 +144,9 @@ class Saver:
         self._gathers = Pool("objkv-gather", 1, self._gather, begin=begin)
 
     def gather(self, plans: Sequence[SavePlan]) -> None:
-        """Queue this step's plans, after the forward pass was launched. Never waits.
-
-        The blocks must not change until ``left_device`` returns True for their request, or
-        ``fence`` was called.
-        """
+        """Queue this step's plans, after the forward pass was launched. Never waits. The blocks
+        must not change until ``left_device`` returns True for their request, or ``fence`` was
+        called."""
         if not plans:
             return
         try:
@@ -170,10 +168,8 @@ class Saver:
 
     def fence(self, request_ids: Collection[str] | None = None) -> None:
         """Make computing wait until what is saved of these requests has left its blocks, which may
-        then be reused. None: of all requests.
-
-        Copies that are not submitted yet are waited for here. What takes too long is dropped.
-        """
+        then be reused. None: of all requests. Copies that are not submitted yet are waited for
+        here. What takes too long is dropped."""
         of_all = request_ids is None
         steps = [s for s in self._steps if of_all or not s.requests.isdisjoint(request_ids or ())]
         if not steps:
@@ -204,11 +200,9 @@ class Saver:
         return self._gathers.drain(deadline_s) and self._saves.drain(max(0.0, end - monotonic()))
 
     def close(self, drain_deadline_s: float) -> None:
-        """Drain within the bound, then stop. Remaining chunks are dropped.
-
-        No block is read afterwards, unless the device still copies a second after the bound. The
-        slabs of those copies are never reused.
-        """
+        """Drain within the bound, then stop. Remaining chunks are dropped. No block is read
+        afterwards, unless the device still copies a second after the bound. The slabs of those
+        copies are never reused."""
         end = self._clock() + drain_deadline_s
         self._gathers.drain(drain_deadline_s)
         join_s = max(0.0, end - self._clock()) + COPIES_S
@@ -224,12 +218,9 @@ class Saver:
             logger.warning("a save is still being handed over at shutdown")
 
     def _copies_end(self, until: float) -> bool:
-        """Poll until all copies that were submitted are done. Returns False if the time ``until``
-        comes first, or if the device fails.
-
-        Blocks and slabs may be unmapped next, so no copy may run later. CUDA has no wait with a
-        timeout, so this polls.
-        """
+        """Poll until all copies that were submitted are done: blocks and slabs may be unmapped
+        next. CUDA has no wait with a timeout. Returns False if the time ``until`` comes first, or
+        if the device fails."""
         try:
             mark = self._lane.mark()
             while not mark.done():
@@ -249,8 +240,7 @@ class Saver:
     def _gather(self, step: _Step) -> None:
         """Submit a step's copies, in a thread that does nothing else: a fence waits for it."""
         plans, step.plans = step.plans, ()
-        chunks, failed = list[_SavedChunk](), list[_SavedChunk]()
-        mark = None
+        chunks, failed, mark = list[_SavedChunk](), list[_SavedChunk](), None
         try:
             named = self._named(plans)
             if not self._advance(step, _State.GATHERING):
@@ -337,18 +327,16 @@ class Saver:
             rooms = [header_room(group.layers, tokens=len(one.save.tokens or ())) for one in some]
             starts = np.array([one.slab.start for one in some], np.int64) + rooms
             try:
-                group.gather(self._lane, ids, self._slabs.memory.numpy().data, starts)
+                memory = self._slabs.memory.numpy().data
+                self._lane.gather(group.pages, group.blocks(ids), memory, starts)
             except Exception:  # such as no memory for staging: a drop, as without a slab
                 logger.exception("chunks of a group not gathered count=%d", len(some))
                 failed += some
         return failed
 
     def _save_all(self, step: _Step) -> None:
-        """Hand chunks over when their copies have ended.
-
-        The thread polls for all. It does not wait in the driver, where a device that hangs would
-        keep it for ever.
-        """
+        """Hand chunks over when their copies have ended. The thread polls: in the driver a device
+        that hangs would keep it for ever."""
         self._target.send_drops()
         pause_s = _LOOK_S
         while step.mark is not None and not step.mark.done():
@@ -386,23 +374,20 @@ class Saver:
         self._recorder.observe("save_seconds", (self._clock() - started) / len(chunks))
         for status in set(statuses):
             some = [one for one, own in zip(chunks, statuses, strict=True) if own is status]
-            if status is not CommitStatus.PART:
-                self._count(some, _COUNTERS.get(status, "save_errors"))
+            if counter := _COUNTERS.get(status, "save_errors"):
+                self._count(some, counter)
             if status in _COUNTERS:
                 self._failure_log.worked()
             else:
-                self._failure_log.failed(
-                    TransferError(f"the agent takes no payload: {status.name}")
-                )
+                reason = TransferError(f"the agent takes no payload: {status.name}")
+                self._failure_log.failed(reason)
 
     def _outbox_payload(self, chunk: _SavedChunk) -> OutboxPayload:
         """Write a chunk's header in front of its pages."""
         save, layers = chunk.save, self._groups[chunk.claim.key.group].layers
-        writer = self._limits.writer
-        provenance = Provenance(save.token_digest, writer, int(time()), save.tokens)
-        payload, _ = encode_in_place(
-            chunk.claim, layers, chunk.slab.view, codec="none", provenance=provenance
-        )
+        origin = Provenance(save.token_digest, self._limits.writer, int(time()), save.tokens)
+        memory = chunk.slab.view
+        payload, _ = encode_in_place(chunk.claim, layers, memory, codec="none", provenance=origin)
         return OutboxPayload(chunk.claim.key, chunk.path, payload, chunk.part)
 
     def _not_copied(self, step: _Step, error: Exception) -> None:
@@ -430,7 +415,7 @@ class Saver:
             if mark is None:
                 one.slab.abandon()
             else:
-                one.slab.release_after(mark)
+                one.slab.release(mark)
             self._target.end_save(one.path)
 
     def _drop_steps(self, steps: Iterable[_Step]) -> None:
@@ -445,16 +430,17 @@ class Saver:
         self._dropped.extend((one.plan.request_id, one.save.move.chunk) for one in chunks)
 
     def _skip(self, chunks: Sequence[_SavedChunk], counter: str) -> None:
-        """Save nothing of chunks. If other ranks have the rest of one, the agent does not wait."""
+        """Save nothing of chunks, and have the agent not wait for them with other ranks' parts."""
         self._count(chunks, counter)
         for chunk in chunks:
             if chunk.part is not None:
                 self._target.drop(chunk.path, chunk.part)
 
     def _count(self, chunks: Sequence[_SavedChunk], counter: str) -> None:
-        if chunks:
-            self._recorder.count(counter, len(chunks))
-        if chunks and counter in _BYTES:
+        if not chunks:
+            return
+        self._recorder.count(counter, len(chunks))
+        if counter in _BYTES:
             nbytes = sum([self._groups[one.claim.key.group].raw_bytes for one in chunks])
             self._recorder.count(_BYTES[counter], nbytes)
 

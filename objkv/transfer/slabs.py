@@ -1,8 +1,7 @@
 """Slabs: a bounded pool of equal buffers for payloads, page-locked if a device reads them.
 
-An empty pool raises ``SlabsExhaustedError``, which becomes a miss or a drop. A caller may wait, but
-only for slabs that a device is copying. The slabs for payloads of other shapes, which are few and
-may be huge, have a queue.
+An empty pool raises ``SlabsExhaustedError``, which becomes a miss, a drop, or a wait for slabs that
+a device is copying.
 """
 
 import logging
@@ -30,7 +29,7 @@ class SlabsExhaustedError(TransferError):
 
 
 class Slab:
-    """One leased buffer. Return it once, with one of the three methods."""
+    """One leased buffer. Release or abandon it once."""
 
     def __init__(self, pool: "SlabPool", memory: torch.Tensor) -> None:
         self._pool = pool
@@ -42,15 +41,11 @@ class Slab:
         self.start = memory.data_ptr() - pool.memory.data_ptr()
         """Where it starts in the pool's memory."""
 
-    def release(self) -> None:
-        """Return the slab to its pool. A second call is a bug."""
-        self.release_after(None)
-
-    def release_after(self, mark: Mark | None) -> None:
-        """Return the slab once ``mark`` is done. Does not wait."""
+    def release(self, after: Mark | None = None) -> None:
+        """Return the slab to its pool, at once or when ``after`` is done. Does not wait."""
         assert not self._released
         self._released = True
-        self._pool.take_back(self.tensor, mark)
+        self._pool.take_back(self.tensor, after)
 
     def abandon(self) -> None:
         """Never return the slab: a device may copy it, and no mark shows until when."""
@@ -71,10 +66,7 @@ class SlabPool:
         assert count > 0
         assert slab_bytes > 0
         self._name = name
-        self.total = count
-        """Number of slabs."""
-        self.slab_bytes = slab_bytes
-        """Size of each slab."""
+        self.total, self.slab_bytes = count, slab_bytes
         self._lock = Lock()
         self._pending: list[tuple[Mark, torch.Tensor]] = []
         """Memory that is free once its mark is done."""
@@ -87,8 +79,7 @@ class SlabPool:
 
     @property
     def leased(self) -> int:
-        """Number of slabs that are leased, or were returned but are still being copied by a device.
-        0 when no transfer is in flight."""
+        """Number of slabs that are leased, or were returned but are still being copied."""
         self._reclaim()
         return self.total - len(self._free)
 
@@ -110,16 +101,13 @@ class SlabPool:
             self._pending.append((mark, memory))
 
     def _put_back(self, memory: torch.Tensor) -> None:
-        """Free the memory of a leased slab. Called once for each lease."""
+        """Called once for each lease."""
         with self._lock:
             self._free.append(memory)
 
     def _reclaim(self) -> None:
-        """Free the pending slabs that no device copies any more.
-
-        Looks at all of them, because lanes do not end in the order in which they began. The driver
-        is called without the lock: it may be busy with another thread's call.
-        """
+        """Free the pending slabs that no device copies any more, in any order: lanes do not end in
+        the order in which they began. The driver is called without the lock: it may be busy."""
         with self._lock:
             marks = {id(mark): mark for mark, _ in self._pending}  # of chunks gathered together
         done = {key for key, mark in marks.items() if _is_done(mark)}
@@ -152,11 +140,8 @@ def _keep_pending(name: str, pending: list[tuple[Mark, torch.Tensor]]) -> None:
 
 
 def _allocate(nbytes: int, pin: Pin | None, fd: int = -1) -> torch.Tensor:
-    """Return ``[nbytes]`` uint8 that begins a page, page-locked if ``pin`` is given.
-
-    Pages of its own, exactly as many as needed: PyTorch's pinned memory is rounded up to a power of
-    two, so that 1 GiB in slabs of 33 MiB takes 1.5.
-    """
+    """Return ``[nbytes]`` uint8 that begins a page, page-locked if ``pin`` is given. PyTorch's
+    pinned memory is rounded up to a power of two: 1 GiB in slabs of 33 MiB takes 1.5."""
     memory = np.frombuffer(map_memory(fd, nbytes), np.uint8)
     tensor = torch.from_numpy(memory)
     if pin is not None:

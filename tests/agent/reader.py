@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from objkv.agent.client import AgentConnection
-from objkv.transfer.lanes import HostLane, Lane
+from objkv.transfer.lanes import Lane
 from objkv.transfer.loading.loader import Loader, LoadLimits
 from tests.agent.world import PATIENCE_S
 from tests.support.paged_cache import BLOCKS, Replica, same_blocks
@@ -26,7 +26,7 @@ def load_by_agent(
     bounds = LoadLimits(64, PATIENCE_S, PATIENCE_S, join_s=PATIENCE_S)
     loader = replica.loader = Loader(  # type: ignore[assignment]
         {0: replica.paged},
-        lane or HostLane(),
+        lane or Lane(),
         connect,
         verify=verify,
         limits=replace(bounds, **limits),

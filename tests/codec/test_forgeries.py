@@ -305,7 +305,7 @@ def test_who_finds_other_bytes_of_the_same_checksum_has_found_nothing(
         payload[at] ^= 1
         with pytest.raises(PayloadError):
             frame_pages(header, number, payload, scratch)
-        if not seal.encrypts:
+        if not seal.encrypter:
             with pytest.raises(PayloadError):
                 check_frames(header, payload[: header.frames.ends[number]], number)
         payload[at] ^= 1

@@ -47,7 +47,7 @@ def test_a_payload_that_is_sealed_later_has_the_header_that_is_read(kind: str, c
     assert header == found == read_header(payload, seal=SEALS[kind])
     assert pages_read(payload, SEALS[kind]) == pages_of(LAYERS)
     assert check_frames(header, payload) == len(LAYERS)
-    assert header.codec == codec + "+aes256gcm" * SEALS[kind].encrypts
+    assert header.codec == codec + "+aes256gcm" * bool(SEALS[kind].encrypter)
     assert payload.nbytes <= payload_bytes_max(LAYERS)
 
 
@@ -56,7 +56,7 @@ def test_no_header_is_longer_than_its_bound(kind: str) -> None:
     scales = scales_text(1.2345678901234567e-300, 1.2345678901234567e-300)
     long = [LayerSpec(f"{i:0>512}", "F8_E4M3FNUZ", (1, 1, 1, 1), scales) for i in range(1001)]
     key = SealKey("k" * 64, "*", bytes(32))
-    seal = Seal([key], [key] if SEALS[kind].encrypts else [])
+    seal = Seal([key], [key] if SEALS[kind].encrypter else [])
     told = Provenance("0" * 64, "w" * 256, 2**62)
     payload = encode(CLAIM, long, pages_of(long), codec="none", provenance=told, seal=seal)
     assert read_header(payload, seal=seal).data_start <= bytes_max(long, 0)

@@ -22,7 +22,7 @@ from objkv.errors import TransferError
 from objkv.keys.topology import Topology
 from objkv.transfer.devices import BatchCopy, DeviceDriver, DeviceLane, driver_of, open_lane
 from objkv.transfer.kernels import PageKernels, TritonKernels
-from objkv.transfer.lanes import HostLane, Lane, PagedLayers, Recast
+from objkv.transfer.lanes import Lane, PagedLayers, Recast
 from objkv.transfer.paging import GroupShape, PagedGroup, check_pages
 from tests.device import simulated
 from tests.device.devices import SIMULATED, open_device
@@ -154,13 +154,13 @@ def _move_all(form: CacheForm, device: torch.device, way: DeviceDriver) -> None:
     lane.follow(lane.mark_compute())
     for seed, name in enumerate(("own", "part", "other heads", "other blocks"), 1):
         kept = _scattered(name, seed, group.pages, lane)
-        _scattered(name, seed, host.pages, HostLane())
+        _scattered(name, seed, host.pages, Lane())
         lane.mark().wait()
         del kept
         _check(torch.equal(there.cpu(), memory), f"wrong bytes after a scatter of {name} pages")
     gathered = _gathered(group, lane)
     lane.mark().wait()
-    _check(torch.equal(gathered, _gathered(host, HostLane())), "wrong bytes after a gather")
+    _check(torch.equal(gathered, _gathered(host, Lane())), "wrong bytes after a gather")
     _check(torch.equal(there.cpu(), memory), "a gather changed the cache")
 
 
@@ -196,7 +196,8 @@ def _gathered(group: PagedGroup, lane: Lane) -> torch.Tensor:
     ids = np.array(_some_blocks(len(group.caches[0]) // group.split, _MOVED, 9))
     memory = torch.zeros(_CHUNKS * group.raw_bytes, dtype=torch.uint8).pin_memory()
     starts = np.arange(_CHUNKS) * group.raw_bytes
-    group.gather(lane, ids.reshape(_CHUNKS, -1), memory.numpy().data, starts)
+    ids = group.blocks(ids.reshape(_CHUNKS, -1))
+    lane.gather(group.pages, ids, memory.numpy().data, starts)
     return memory
 
 

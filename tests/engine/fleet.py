@@ -2,7 +2,6 @@
 
     store = SharedStore(folder / "store")
     run_replica(store.job(*one_by_one(prompts)), folder)
-    store.payload(prompts[0], 2).unlink()
     run_replica(store.job(*one_by_one(prompts), load_mode="layerwise"), folder)
 
 The functions at the end are for ``Call`` steps: they run in the replica and take its ``llm``.
@@ -52,13 +51,12 @@ class SharedStore:
         self,
         *steps: Step,
         role: str = "kv_both",
-        transfer: dict[str, Any] | None = None,
         engine: dict[str, Any] | None = None,
         also: dict[str, Any] | None = None,
         **settings: Any,
     ) -> Job:
         """A replica on this store. ``settings`` are objkv's, ``also`` those whose names are
-        arguments here; ``transfer`` adds to vLLM's."""
+        arguments here."""
         extra = {
             "bulk_url": f"file://{self.bulk}",
             "index_url": f"sqlite://{self.index_file}",
@@ -70,7 +68,7 @@ class SharedStore:
             "kv_role": role,
             "kv_connector_extra_config": extra,
         }
-        return Job(steps=steps, connector=connector | (transfer or {}), engine=engine or {})
+        return Job(steps=steps, connector=connector, engine=engine or {})
 
     def copy(self, folder: Path) -> "SharedStore":
         shutil.copytree(self.folder, folder)
@@ -85,11 +83,6 @@ class SharedStore:
     def hashes(self, prompt: Prompt) -> list[bytes]:
         (namespace,) = self.namespaces()
         return prefix_hashes(namespace, prompt.tokens, CHUNK, PromptExtras(salt=prompt.cache_salt))
-
-    def payload(self, prompt: Prompt, chunk: int) -> Path:
-        digest = self.hashes(prompt)[chunk].hex()
-        (found,) = self.bulk.glob(f"*/{digest[:2]}/{digest}/*.safetensors")
-        return found
 
 
 def one_by_one(prompts: Iterable[Prompt]) -> tuple[Step, ...]:

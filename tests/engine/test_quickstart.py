@@ -13,6 +13,7 @@ import pytest
 from tests.engine.endings import kill_session
 from tests.engine.harness import ROOT, environment
 from tests.engine.scenario import scenario
+from tests.engine.servers import PATIENT
 from tests.examples import tiny
 from tests.support.servers.ports import free_port
 
@@ -22,13 +23,6 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PORTS = "PORT_A=8001 PORT_B=8002\n"
 BOUND_S = 900.0
 """For all commands. Two idle cores need two minutes."""
-# Measurements and deadlines of a busy machine must not decide what is loaded and saved.
-PATIENT = {
-    "OBJKV_ADMISSION": "always",
-    "OBJKV_LOOKUP_DEADLINE_MS": "120000",
-    "OBJKV_LOAD_DEADLINE_MS": "120000",
-    "OBJKV_SAVE_DEADLINE_MS": "240000",
-}
 
 
 def commands() -> str:
@@ -52,11 +46,7 @@ def run_script(folder: Path, script: str) -> str:
     file = folder / "page.sh"
     file.write_text(f"set -eo pipefail\n{script}")
     path = f"{Path(sys.executable).parent}:{environment()['PATH']}"
-    own = {
-        "PATH": path,
-        "XDG_CACHE_HOME": str(folder / "cache"),
-        "no_proxy": "127.0.0.1",
-    }
+    own = {"PATH": path, "XDG_CACHE_HOME": str(folder / "cache"), "no_proxy": "127.0.0.1"}
     with (folder / "errors.log").open("w") as errors:
         process = subprocess.Popen(
             [shutil.which("bash") or "bash", str(file)],

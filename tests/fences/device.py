@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from objkv.agent.arena_cache import CachedPayload
-from objkv.transfer.lanes import HostLane, Ints, PagedLayers, Recast, address_of
+from objkv.transfer.lanes import Ints, Lane, PagedLayers, Recast, address_of
 from objkv.transfer.loading.loader import Loader
 from objkv.transfer.plan import LoadMoves, LoadPlan
 from objkv.transfer.saver import Saver
@@ -156,7 +156,7 @@ class Mark:
         self._compute.follow(self.stream, self.number)
 
 
-class WatchedLane:
+class WatchedLane(Lane):
     """A lane whose copies are made late, and looked at."""
 
     def __init__(
@@ -167,23 +167,16 @@ class WatchedLane:
         self.per_span = stream.late  # as device lanes are
         self._loads = loads
         self._hands, self._compute = hands, compute
-        self._lane = HostLane()
         self._owners: Sequence[int] = ()
         self.saved: Any = None
         """The step whose copies are being submitted. If it is dropped, it does not matter what they
         read."""
 
-    def adopt_thread(self) -> None:
-        pass
-
-    def prepare(self, layers: PagedLayers) -> None:
-        pass
-
-    def mark_compute(self) -> Mark:
+    def mark_compute(self) -> Any:
         owners = tuple(self._hands.planned)
         return Mark(self._compute, self._compute.given, self._compute, owners)
 
-    def follow(self, mark: Mark) -> None:
+    def follow(self, mark: Any) -> None:
         self.stream.follow(mark.stream, mark.number)
         self._owners = mark.owners
 
@@ -205,7 +198,7 @@ class WatchedLane:
             self._hands.touch("written:", ids, ticket)
             if tickets != [self._ticket(*place) for place in places]:
                 self._hands.say("pages are written from memory that somebody else has")
-            self._lane.scatter(memory, starts, layers, ids, recast)
+            Lane.scatter(self, memory, starts, layers, ids, recast)
 
         the_stage().pause("scatter")
         self.stream.do(copy)
@@ -221,7 +214,7 @@ class WatchedLane:
                 self._hands.touch("read:", ids, ticket)
             if slabs != [WatchedPool.ticket(place) for place in places]:
                 self._hands.say("pages are read into a slab that somebody else has")
-            self._lane.gather(layers, ids, memory, starts)
+            Lane.gather(self, layers, ids, memory, starts)
 
         the_stage().pause("gather")
         self.stream.do(copy)

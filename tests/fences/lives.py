@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from functools import partial
 
 from tests.fences.stage import the_stage
 from tests.fences.world import CHUNKS_MAX, Engine, Knobs
@@ -49,32 +50,28 @@ def _go_on(engine: Engine) -> None:
     _to_the_end(engine)
 
 
-def save_then(event: str, steps: int) -> Life:
-    """A request whose chunks are being saved, and so many steps later something happens."""
+def _saving(engine: Engine) -> str:
+    """A request whose chunks are being saved."""
+    name = engine.arrive(2).name
+    engine.step()
+    return name
+
+
+def _loading(engine: Engine, *, sync: bool) -> str:
+    """A request whose chunks are to be loaded."""
+    _stored(engine)
+    return engine.arrive(3, sync=sync).name
+
+
+def then(begin: Callable[[Engine], str], event: str, steps: int) -> Life:
+    """A request begins, and so many steps later something happens."""
 
     def life(engine: Engine) -> None:
-        saved = engine.arrive(2)
-        engine.step()
+        name = begin(engine)
         for _ in range(steps):
             engine.step()
         the_stage().give_way()
-        _happen(engine, event, saved.name)
-        if event != "shutdown":
-            _go_on(engine)
-
-    return life
-
-
-def load_then(event: str, steps: int, *, sync: bool) -> Life:
-    """A request whose chunks are being loaded, and so many steps later something happens."""
-
-    def life(engine: Engine) -> None:
-        _stored(engine)
-        loaded = engine.arrive(3, sync=sync)
-        for _ in range(steps):
-            engine.step()
-        the_stage().give_way()
-        _happen(engine, event, loaded.name)
+        _happen(engine, event, name)
         if event != "shutdown":
             _go_on(engine)
 
@@ -107,11 +104,11 @@ def situations() -> dict[str, Life]:
     found: dict[str, Life] = {}
     for event in EVENTS:
         for steps in (0, 1):
-            found[f"save {event} {steps}"] = save_then(event, steps)
+            found[f"save {event} {steps}"] = then(_saving, event, steps)
         for sync in (False, True):
             for steps in (1, 2):
-                kind = "layerwise" if sync else "async"
-                found[f"load {kind} {event} {steps}"] = load_then(event, steps, sync=sync)
+                kind, begin = "layerwise" if sync else "async", partial(_loading, sync=sync)
+                found[f"load {kind} {event} {steps}"] = then(begin, event, steps)
     return found
 
 

@@ -175,7 +175,7 @@ def test_parts_of_another_division_have_all_tokens_of_a_rank(
     for rank in range(reader.size):
         share = reader.held(rank)
         assert share is not None
-        own, sources = share.shard.tokens, share.shard.tokens.sources(size, 1)
+        own, sources = share.shard.tokens, share.shard.tokens.sources(TokenPart(0, size))
         assert set().union(*map(tokens_of, sources)) >= tokens_of(own)
         assert all(tokens_of(source) & tokens_of(own) for source in sources)
         if size >= own.size:
@@ -183,11 +183,11 @@ def test_parts_of_another_division_have_all_tokens_of_a_rank(
 
 
 def test_tokens_that_are_dealt_out_otherwise_are_not_combined() -> None:
-    assert TokenPart(0, 4, 2).sources(4, 2) == (TokenPart(0, 4, 2),)
+    assert TokenPart(0, 4, 2).sources(TokenPart(0, 4, 2)) == (TokenPart(0, 4, 2),)
     for other in ((4, 1), (2, 2), (2, 1), (1, 1)):
-        assert not TokenPart(0, 4, 2).sources(*other)
-    assert not TokenPart(0, 4).sources(4, 2)
-    assert not TokenPart(0, 4).sources(3, 1)
+        assert not TokenPart(0, 4, 2).sources(TokenPart(0, *other))
+    assert not TokenPart(0, 4).sources(TokenPart(0, 4, 2))
+    assert not TokenPart(0, 4).sources(TokenPart(0, 3))
 
 
 def test_names_of_parts_of_the_tokens_are_read_as_they_are_written() -> None:

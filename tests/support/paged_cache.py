@@ -23,7 +23,7 @@ from objkv.stores.base import Arrived, HotStore, WriteStore, check_fits
 from objkv.telemetry import MemoryRecorder
 from objkv.tracing import NO_TRACING, Tracing
 from objkv.transfer.devices import driver_of, open_lane
-from objkv.transfer.lanes import HostLane, Lane
+from objkv.transfer.lanes import Lane
 from objkv.transfer.loading.loader import Loader, LoadLimits
 from objkv.transfer.paging import GroupShape, PagedGroup
 from objkv.transfer.plan import ChunkMove, LoadOutcome, LoadPlan, SaveMove, SavePlan
@@ -137,7 +137,7 @@ class Worker:
             on_device = ArenaRegistration(self.load_slabs, pin, begin=lane.adopt_thread)
         self.loader = Loader(
             {0: paged},
-            lane or HostLane(),
+            lane or Lane(),
             self.inside.connect,
             limits=load,
             recorder=recorder,

@@ -13,7 +13,7 @@ from objkv.agent.client import AgentConnection
 from objkv.agent.server import AgentSession
 from objkv.background import Alarm
 from objkv.errors import TransferError
-from objkv.transfer.lanes import HostLane, Lane
+from objkv.transfer.lanes import Lane
 from objkv.transfer.loading import connection as module
 from objkv.transfer.loading import loader as loader_module
 from objkv.transfer.plan import LoadPlan
@@ -383,7 +383,7 @@ def test_a_thread_that_cannot_be_prepared_loads_all_the_same(
 ) -> None:
     """Without it each load would end at its deadline."""
 
-    class Lost(HostLane):
+    class Lost(Lane):
         def adopt_thread(self) -> None:
             raise RuntimeError("no device")
 

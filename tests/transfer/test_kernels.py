@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from objkv.transfer import kernels as module
 from objkv.transfer.kernels import PageKernels, TritonKernels, page_kernels
-from objkv.transfer.lanes import HostLane, PagedLayers, Recast
+from objkv.transfer.lanes import Lane, PagedLayers, Recast
 from tests.support.device import ON_HOST
 
 pytestmark = ON_HOST
@@ -178,7 +178,7 @@ def test_pages_of_any_shape_are_scattered_as_the_host_lane_does(
     expected = paged.twin()
     starts = np.arange(len(staged) * len(staged[0])) * staged[0, 0].nbytes
     memory = staged.view(torch.uint8).flatten().numpy().data
-    HostLane().scatter(
+    Lane().scatter(
         memory,
         starts.reshape(staged.shape[:2]),
         expected.layers,

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,13 +12,13 @@ from hypothesis import strategies as st
 
 from objkv.errors import ConfigError
 from objkv.transfer.devices import _whole_blocks, open_lane
-from objkv.transfer.lanes import HostLane, Lane, PagedLayers, Recast, as_words
+from objkv.transfer.lanes import Lane, PagedLayers, Recast, as_words
 from tests.support.device import ON_HOST, host_bytes
 
 
 def test_a_device_that_nothing_is_known_of_is_refused() -> None:
     """Otherwise each chunk of each prompt would fail by itself, for ever."""
-    assert isinstance(open_lane(torch.device("cpu")), HostLane)
+    assert type(open_lane(torch.device("cpu"))) is Lane
     with pytest.raises(ConfigError, match="CUDA, ROCm, XPU and CPU but not mps"):
         open_lane(torch.device("mps"))
 
@@ -29,9 +28,22 @@ def lane(device: torch.device) -> Lane:
     return open_lane(device)
 
 
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
+    """What numpy copied to."""
+    copies, copyto = list[np.ndarray](), np.copyto
+
+    def counted(target: np.ndarray, source: np.ndarray) -> None:
+        copies.append(target)
+        copyto(target, source)
+
+    monkeypatch.setattr(np, "copyto", counted)
+    return copies
+
+
 @pytest.mark.parametrize("place", ["before", "between", "after"])
 def test_layers_between_which_the_payload_lies_are_copied_one_by_one(
-    place: str, monkeypatch: pytest.MonkeyPatch
+    place: str, copies: list[np.ndarray]
 ) -> None:
     blocks, nbytes = 4, 4 * 2 * 8 * 4 * 4
     whole = np.zeros(6 * nbytes, np.uint8)  # a layer, a gap, a layer, a gap, and so on
@@ -40,18 +52,11 @@ def test_layers_between_which_the_payload_lies_are_copied_one_by_one(
     parts = [whole[(first + 2 * n) * nbytes :][:nbytes] for n in range(2)]
     caches = [torch.from_numpy(part).view(torch.float32).view(blocks, 2, 8, 4) for part in parts]
     payload = np.arange(2 * nbytes // blocks, dtype=np.int64).astype(np.uint8)
-    copies, copyto = list[tuple[int, ...]](), np.copyto
-
-    def counted(target: Any, source: Any) -> None:
-        copies.append(target.shape)
-        copyto(target, source)
-
-    monkeypatch.setattr(np, "copyto", counted)
     whole[at : at + len(payload)] = payload
     memory = whole[at : at + len(payload)].data
     starts = np.array([[0, nbytes // blocks]])
-    HostLane().scatter(memory, starts, PagedLayers(caches), np.array([[3]]))
-    assert [shape[0] for shape in copies] == ([1, 1] if place == "between" else [2])
+    Lane().scatter(memory, starts, PagedLayers(caches), np.array([[3]]))
+    assert [len(target) for target in copies] == ([1, 1] if place == "between" else [2])
     for n, part in enumerate(parts):
         size = nbytes // blocks
         assert part[3 * size :].tolist() == payload[n * size : (n + 1) * size].tolist()
@@ -214,22 +219,15 @@ def test_copies_of_whole_blocks_are_few_and_end_at_seams(data: st.DataObject) ->
 
 
 @ON_HOST
-def test_a_payload_in_consecutive_blocks_is_one_copy_on_the_host(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_payload_in_consecutive_blocks_is_one_copy_on_the_host(copies: list[np.ndarray]) -> None:
     """numpy waits for the interpreter after each, up to 5 ms if another thread computes."""
-    caches, copies = torch.zeros(6, 16, 2, 4, 3, dtype=torch.int64), list[int]()
-    memory, copyto = host_bytes(torch.ones(2, 6, 4, 2, 4, 3, dtype=torch.int64)), np.copyto
-
-    def counted(target: np.ndarray, source: np.ndarray) -> None:
-        copies.append(target.nbytes)
-        copyto(target, source)
-
-    monkeypatch.setattr(np, "copyto", counted)
+    caches = torch.zeros(6, 16, 2, 4, 3, dtype=torch.int64)
+    memory = host_bytes(torch.ones(2, 6, 4, 2, 4, 3, dtype=torch.int64))
     starts = np.arange(12).reshape(2, 6) * (len(memory) // 12)
     ids = np.array([[3, 4, 5, 6], [9, 10, 1, 2]])
-    HostLane().scatter(memory.numpy().data, starts, PagedLayers(list(caches)), ids)
-    assert copies == [len(memory) // 2, len(memory) // 4, len(memory) // 4]
+    Lane().scatter(memory.numpy().data, starts, PagedLayers(list(caches)), ids)
+    sizes = [target.nbytes for target in copies]
+    assert sizes == [len(memory) // 2, len(memory) // 4, len(memory) // 4]
     assert caches.sum() == len(memory) // 8
 
 

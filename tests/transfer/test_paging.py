@@ -5,7 +5,7 @@ import torch
 
 from objkv.errors import ConfigError
 from objkv.keys.topology import RankShard, Shard
-from objkv.transfer.lanes import HostLane
+from objkv.transfer.lanes import Lane
 from objkv.transfer.paging import GroupShape, PagedGroup, check_pages
 from tests.support.paged_cache import stores
 from tests.support.paged_shapes import LAYOUTS, Model, ShapedRank, ShapeOfReplica
@@ -22,7 +22,7 @@ def test_every_physical_order_passes_and_keeps_what_was_in_it(layout: str) -> No
     rank = ShapedRank(Model(), ShapeOfReplica(layout=layout), (0, 0), *stores())
     rank.compute()
     before = rank.memory.clone()
-    check_pages(rank.paged, HostLane())
+    check_pages(rank.paged, Lane())
     assert torch.equal(rank.memory.view(torch.int32), before.view(torch.int32))
     rank.close()
 
@@ -32,7 +32,7 @@ def test_every_physical_order_passes_and_keeps_what_was_in_it(layout: str) -> No
 )
 def test_every_dtype_passes(dtype: torch.dtype) -> None:
     caches = [torch.zeros(9, 2, 4, 8).to(dtype) for _ in range(2)]
-    check_pages(group(*caches), HostLane())
+    check_pages(group(*caches), Lane())
     assert not any(cache.view(torch.uint8).any() for cache in caches)
 
 
@@ -40,7 +40,7 @@ def test_padded_states_pass() -> None:
     memory = torch.zeros(9, 2, 1, 8, 100, dtype=torch.int8)
     shape = GroupShape(("l0", "l1"), 1, 1, RankShard(Shard(0, 2, 0, 1), 0, 1))
     paged = PagedGroup(shape, [memory[:, i, :, :1, :90] for i in range(2)])
-    check_pages(paged, HostLane())
+    check_pages(paged, Lane())
     assert not memory.any()
 
 
@@ -61,7 +61,7 @@ ZEROS = torch.zeros(9, 2, 4, 8)
 )
 def test_memory_that_is_used_twice_is_refused(caches: list[torch.Tensor], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        check_pages(group(*caches), HostLane())
+        check_pages(group(*caches), Lane())
     assert not ZEROS.any()
 
 

@@ -16,7 +16,7 @@ from objkv.keys.chunk import ChunkKey
 from objkv.keys.prefix import token_digest
 from objkv.stores.base import Buffer
 from objkv.transfer import saver as module
-from objkv.transfer.lanes import HostLane, Lane, Mark
+from objkv.transfer.lanes import Lane, Mark
 from objkv.transfer.plan import SaveMove, SavePlan
 from objkv.transfer.saver import SaveLimits, Saver
 from tests.contracts.clock import ManualClock
@@ -206,11 +206,10 @@ def test_a_chunk_that_a_rank_drops_is_dropped_of_the_whole_payload(
 # Plans that wait for the thread that gathers.
 
 
-class HeldLane(HostLane):
+class HeldLane(Lane):
     """Submits nothing before it is let go."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.came, self.go = Event(), Event()
 
     def follow(self, mark: Mark) -> None:
@@ -297,7 +296,6 @@ class HungMark(Mark):
     """Copies that do not end, or as ``done`` says."""
 
     def __init__(self, done: Callable[[], bool] = lambda: False) -> None:
-        super().__init__()
         self.done = done  # type: ignore[method-assign]
         self.is_held = False
 
@@ -308,9 +306,8 @@ class HungMark(Mark):
         self.is_held = True
 
 
-class HungLane(HostLane):
+class HungLane(Lane):
     def __init__(self, mark: HungMark | None = None) -> None:
-        super().__init__()
         self._mark = mark or HungMark()
 
     def mark(self) -> HungMark:

@@ -52,7 +52,7 @@ def test_free_and_leased_slabs_are_all_there_are_and_each_is_given_back_once() -
 def test_a_lane_that_is_behind_keeps_no_slabs_of_another() -> None:
     pool, slow, fast = SlabPool("load", count=3, slab_bytes=8), Copies(), Copies()
     for copies in (slow, fast, fast):
-        pool.lease().release_after(copies)
+        pool.lease().release(copies)
     fast.have_ended = True
     assert len(fast.polled_by) == 2, "a device is not polled while slabs are free"
     fast.polled_by = []
@@ -114,7 +114,7 @@ def test_what_a_device_still_copies_is_neither_unlocked_nor_freed_with_its_pool(
     before = len(slabs._STRANDED)
     for copies in (hung, ended):
         pool = SlabPool("load", count=2, slab_bytes=4096, pin=driver.pin)
-        pool.lease().release_after(copies)
+        pool.lease().release(copies)
         ended.have_ended = True
         del pool
         gc.collect()

@@ -1,8 +1,7 @@
 """The load thread's connection to the agent, and until when the lane reads what is leased on it.
 
-A connection that failed still holds its leases until it is closed, and its arena is mapped. It is
-closed when nothing reads that memory any more. If a device may do so for ever, it is kept until the
-process ends.
+A connection that failed holds its leases, and its arena is mapped, until it is closed: when nothing
+reads that memory any more. If a device may do so for ever, it is kept until the process ends.
 """
 
 import logging
@@ -69,19 +68,19 @@ class LoadConnection(ArenaLeases):
     def end(self, numbers: list[int], nbytes: int, mark: Mark | None) -> None:
         """Have payloads released, by ``release_ended``, once the lane has passed ``mark``. None: it
         was given nothing of them."""
-        if mark is None:  # other loads and the agent need their room
-            self.ended.appendleft(_Ended(None, numbers, nbytes))
-        else:
-            self.ended.append(_Ended(mark, numbers, nbytes))
+        # Other loads and the agent need the room of what nothing reads.
+        put = self.ended.appendleft if mark is None else self.ended.append
+        put(_Ended(mark, numbers, nbytes))
 
     def release_ended(self) -> None:
         """End the leases of what the lane has read. Raises ``TransferError``."""
-        past: list[_Ended] = []
+        numbers, nbytes = list[int](), 0
         while self.ended and _is_past(self.ended[0].mark):
-            past.append(self.ended.popleft())
-        if past:
-            numbers = [number for one in past for number in one.numbers]
-            self.release(numbers, sum([one.nbytes for one in past]))
+            one = self.ended.popleft()
+            numbers += one.numbers
+            nbytes += one.nbytes
+        if numbers:
+            self.release(numbers, nbytes)
 
     def retire(self, agent: AgentConnection | None, *, keep: bool) -> None:
         """End a connection that was given up, once the lane does not read its arena any more.

@@ -3,9 +3,8 @@
 One thread opens payloads in batches, in the order of their chunks, sleeps until the agent has
 verified more of them, and gives the lane what is new of all of them at once, from where it is. A
 lease ends when the lane has read its memory. A block is loaded only if its last byte was verified,
-and its payload is the chunk that was asked for. Any fault is a miss: the move fails, and all later
-chunks of the same plan. Without an agent every load is a miss until there is one again. Nothing
-raises into the forward thread.
+and its payload is the chunk that was asked for. Any fault is a miss, and so is no agent: the move
+fails, and all later chunks of the same plan. Nothing raises into the forward thread.
 """
 
 import logging
@@ -74,9 +73,9 @@ class LoadLimits:
 class LoadJob:
     """One load in progress: which moves succeeded, and the fence around its blocks. Thread-safe.
 
-    The fence guarantees that this job writes into blocks only between ``begin_write`` and
-    ``end_write``, and that no copy is left when ``poll`` or ``close`` has returned the outcome.
-    Blocks may be reused from then on. No thread is on the network between the two.
+    It writes into blocks only between ``begin_write`` and ``end_write``, with no thread on the
+    network, and no copy is left when ``poll`` or ``close`` has returned the outcome. Blocks may be
+    reused from then on.
     """
 
     def __init__(
@@ -88,15 +87,12 @@ class LoadJob:
         after: Mark,
         span: Span = NO_SPAN,
     ) -> None:
-        """``shapes``: of the plan's sources, each with rows that the rank needs. ``after``: a mark
-        of the compute stream that copies must follow, because earlier kernels may use these
-        blocks."""
+        """``shapes``: of the plan's sources, each with rows that the rank needs. ``after``: what
+        copies must follow, because earlier kernels may use these blocks."""
         self.plan, self._moves, self._shapes = plan, plan.moves, shapes
-        self.after = after
+        self.after, self.started, self.span = after, clock(), span
         self.deadline = deadline
         """Time on ``clock``. Everything not loaded by then is a miss."""
-        self.started = clock()
-        self.span = span
         self.request_ended = False
         """Whether nothing waits for the load any more, so that it cannot fail."""
         self._clock = clock
@@ -158,8 +154,7 @@ class LoadJob:
 
     def end_write(self, moves: Sequence[int], layers: range, mark: Mark | None) -> None:
         """End the writes that ``begin_write`` allowed: ``layers`` of these moves, of one group,
-        were verified and submitted to the lane before ``mark``. Without a mark no layer is recorded
-        as written."""
+        were verified and submitted to the lane before ``mark``. None: not all of them were."""
         with self._changed:
             self._writing -= 1
             if mark is not None:
@@ -173,8 +168,8 @@ class LoadJob:
             self._changed.notify_all()
 
     def done(self, moves: Sequence[int], nbytes: int) -> None:
-        """Record that moves, ``nbytes`` as stored, are verified and were given to the lane. Those
-        have succeeded of which all layers are in their blocks."""
+        """Record that moves, ``nbytes`` as stored, are verified and were given to the lane. They
+        succeed if all their layers were written."""
         with self._changed:
             self._nbytes += nbytes
             self._last = self._clock()
@@ -195,8 +190,8 @@ class LoadJob:
             self._changed.notify_all()
 
     def cancel(self, *, request_ended: bool = False) -> None:
-        """Cancel the load. Everything not written by now fails. ``request_ended``: that is no
-        failure then, because nothing is recomputed."""
+        """Have everything fail that is not written by now. ``request_ended``: see
+        ``Loader.cancel``."""
         with self._changed:
             self.request_ended = request_ended and not self._is_over()
             self.deadline = self._clock()
@@ -218,11 +213,9 @@ class LoadJob:
 
     def wait_layer(self, group: int, layer: int) -> Mark | None:
         """Block until ``layer`` of ``group`` was submitted to the lane for every move that is
-        still needed, or the deadline has passed. Returns the mark that computing must wait for.
-
-        A move that lacks the layer by then has failed, because the layer is computed without it,
-        even if a write in progress still completes.
-        """
+        still needed, or the deadline has passed. Returns the mark that computing must wait for. A
+        move that lacks the layer by then has failed, even if a write in progress still completes:
+        the layer is computed without it."""
         with self._changed:
             reached, stops, groups = self._columns
             waited = (groups == group) & (layer < stops)
@@ -248,10 +241,9 @@ class LoadJob:
     def close(self, seconds: float = math.inf) -> LoadOutcome:
         """Forbid further writes, wait for writes in progress and return the outcome.
 
-        It never waits for the network. For a load within a step it makes the compute stream wait
-        for the lane's copies, before anything else can touch these blocks, so the forward thread
-        does not wait for the device. For a load between steps it waits for them, for at most
-        ``seconds``.
+        Never waits for the network. For a load within a step the compute stream waits for the
+        lane's copies, before anything else can touch these blocks, so that the forward thread need
+        not. For a load between steps the thread waits for them, for at most ``seconds``.
         """
         with self._changed:
             self._closed = True
@@ -378,11 +370,8 @@ class _Batch:
 
 
 class Loader:
-    """Executes load plans by leases of the agent's payloads.
-
-    The forward thread calls ``submit``, ``take_finished`` and ``wait_layer``. It waits for the
-    network only if it needs a layer now. ``wait_over`` is for steps with nothing to compute.
-    """
+    """Executes load plans by leases of the agent's payloads. The forward thread, which calls all
+    methods, waits for the network only if it needs a layer now, or has nothing to compute."""
 
     def __init__(
         self,
@@ -399,8 +388,7 @@ class Loader:
     ) -> None:
         """``connect``: returns a new connection with an arena, or raises ``ObjkvError``. It is
         called again when the connection is lost. ``verify``: whether this worker verifies frames
-        again, see the setting ``agent_verify``. ``on_device``: how the device reads the arena, if
-        the cache is on one."""
+        again, see the setting ``agent_verify``. ``on_device``: see the attribute."""
         self._layouts = PayloadLayouts(groups)
         self._lane, self._limits, self._recorder = lane, limits, recorder
         self._clock, self._tracing, self._verify = clock, tracing, verify
@@ -410,7 +398,6 @@ class Loader:
         self._over = Event()
         """Set when a load may be over."""
         self.link = LoadConnection(connect, on_device, limits.deadline_s)
-        """The thread's."""
         self._lock = Lock()
         self._waiting: deque[tuple[LoadJob, range]] = deque()
         """Moves that are not opened yet. Guarded by the lock, with ``_closed``."""
@@ -433,14 +420,10 @@ class Loader:
 
     def submit(self, plan: LoadPlan, after: Mark | None = None) -> None:
         """Start a plan. ``take_finished`` returns its outcome. Never waits, never raises.
-
         ``after``: a mark from before the forward pass of this step. By default copies follow
-        everything that was submitted so far, and so the whole forward pass if it has begun.
-        """
+        everything submitted so far, and so the whole forward pass if it has begun."""
         shapes = [self._layouts.of(source) for source in plan.moves.sources]
-        if not all(shape.filled for shape in shapes):
-            moves = plan.moves.only([bool(shape.filled) for shape in shapes])
-            plan = replace(plan, moves=moves)
+        plan = replace(plan, moves=plan.moves.only([bool(shape.filled) for shape in shapes]))
         limit_s = self._limits.step_deadline_s if plan.sync else self._limits.deadline_s
         deadline = self._clock() + limit_s
         after = after or self._lane.mark_compute()  # earlier kernels may still use these blocks
@@ -487,11 +470,9 @@ class Loader:
             self._over.wait(min(left_s, LOOK_S) if any(j.is_over() for j in jobs) else left_s)
 
     def take_finished(self, *, sync: bool) -> list[LoadOutcome]:
-        """Return the outcomes of plans that ended since the last call, each once.
-
-        ``sync`` selects loads within the step, for which this waits up to their deadlines, or loads
-        between steps, for which it never waits. The engine takes the two in different places.
-        """
+        """Return the outcomes of plans that ended since the last call, each once. ``sync``: of
+        loads within the step, for which this waits up to their deadlines. Otherwise of loads
+        between steps, for which it never waits."""
         outcomes: list[LoadOutcome] = []
         for request_id, job in list(self._jobs.items()):
             if job.plan.sync != sync:
@@ -652,10 +633,8 @@ class Loader:
             self._over.set()
 
     def _identify(self, batch: _Batch, n: int) -> None:
-        """Find out whether a payload is the chunk that was asked for, and its layout.
-
-        This is the last check: at an offset that the agent mixes up is another chunk's payload.
-        """
+        """Find out whether a payload is the chunk that was asked for, and its layout. This is the
+        last check: at an offset that the agent mixes up is another chunk's payload."""
         arena, known = self.link.present.arena.view, self.link.layouts
         progress, text = batch.progress[n], batch.identities[n]
         at = progress.offset + CHUNK_AT
@@ -679,10 +658,8 @@ class Loader:
 
     def _scatter(self, batch: _Batch, rows: range, some: Sequence[int]) -> None:
         """Give the lane rows of payloads that are alike, as many as it can read and the job allows.
-
         Raises ``SlabsExhaustedError`` if it can read none, and ``CopyUnknownError`` if the memory
-        of the frames may never be reused.
-        """
+        of the frames may never be reused."""
         some = [n for n in some if batch.rows[n] == rows.start]
         if not some:
             return
@@ -741,7 +718,7 @@ class Loader:
                 mark = lane.mark()  # also after a fault: work may be submitted
                 self.link.mark = batch.mark = mark
                 if slab is not None:
-                    slab.release_after(mark)
+                    slab.release(mark)
             except Exception as exc:
                 if slab is not None:
                     slab.abandon()
@@ -768,25 +745,20 @@ class Loader:
         self._drop_unneeded(batch)
 
     def _drop_unneeded(self, batch: _Batch) -> None:
-        """End payloads that are not needed any more."""
         if unneeded := batch.left[bisect_left(batch.left, batch.job.needed()) :]:
             self._recorder.count("load_given_up", len(unneeded))
             self._end(batch, unneeded)
 
     def _end(self, batch: _Batch, some: Sequence[int]) -> None:
-        """Give the lane nothing more of some payloads: it has everything, or they are misses, or
-        not needed."""
+        """Give the lane nothing more of some payloads."""
         batch.rows.update(dict.fromkeys(some, _ENDED))
         batch.left = [n for n in batch.left if batch.rows[n] != _ENDED]
         numbers = [batch.leases[n].number for n in some]
         self.link.end(numbers, int(batch.job.nbytes[some].sum()), batch.mark)
 
     def _disconnect(self, *, keep: bool = False) -> None:
-        """Give up the connection, once no lane reads the arena any more. What the lane was not
-        given fails.
-
-        ``keep``: leave it open for ever, because it is unknown when the device has read its memory.
-        """
+        """Give up the connection. What the lane was not given fails. ``keep``: see
+        ``LoadConnection.retire``."""
         with self._lock:
             agent, self.link.agent = self.link.agent, None
             waiting, self._waiting = self._waiting, deque()

@@ -58,10 +58,7 @@ def is_complete_when_reported(rig: OrderRig) -> bool:
 
 def holds_each_layer(rig: OrderRig) -> bool:
     """Layers that are computed as soon as each of them is loaded"""
-    plan = _plan(rig, sync=True)
-    rig.begin(plan)
-    rig.delay_loads(SLOW_S)
-    rig.worker.start_loads(plan)
+    plan = _begun(rig)
     found: Pages = []
     for number, layer in enumerate(LAYERS):
         rig.worker.wait_layer(layer)
@@ -72,20 +69,13 @@ def holds_each_layer(rig: OrderRig) -> bool:
 
 def holds_the_next_step(rig: OrderRig) -> bool:
     """A step that loads layer by layer, and a next one that reads the blocks"""
-    plan = _plan(rig, sync=True)
-    rig.begin(plan)
-    rig.delay_loads(SLOW_S)
-    rig.worker.start_loads(plan)
-    rig.end(plan)
+    rig.end(_begun(rig))
     return _has_no_failure(rig) and equal(_read(rig), rig.expected(_CHUNKS))
 
 
 def holds_speculation(rig: OrderRig) -> bool:
     """A step that loads layer by layer, and whose results are read before it ends"""
-    plan = _plan(rig, sync=True)
-    rig.begin(plan)
-    rig.delay_loads(SLOW_S)
-    rig.worker.start_loads(plan)
+    plan = _begun(rig)
     rig.report(plan)
     found = _read(rig)
     rig.worker.end_forward(plan)
@@ -219,6 +209,15 @@ def memory_is_reused(rig: OrderRig) -> bool:
 
 def _plan(rig: OrderRig, *, request: str = "r", sync: bool = False) -> StepPlan:
     return StepPlan(loads=(rig.load_plan(_CHUNKS, _FIRST, request=request, sync=sync),))
+
+
+def _begun(rig: OrderRig) -> StepPlan:
+    """A step with loads within it, which have begun late."""
+    plan = _plan(rig, sync=True)
+    rig.begin(plan)
+    rig.delay_loads(SLOW_S)
+    rig.worker.start_loads(plan)
+    return plan
 
 
 def _blocks(rig: OrderRig) -> tuple[int, int]:

@@ -142,10 +142,7 @@ def hashes_of(namespace: str) -> Sequence[bytes]:
 
 
 def equal(found: Pages, expected: Pages) -> bool:
-    return all(
-        torch.equal(a.cpu().contiguous().view(torch.uint8), b.cpu().contiguous().view(torch.uint8))
-        for a, b in zip(found, expected, strict=True)
-    )
+    return not difference(found, expected)
 
 
 def difference(found: Pages, expected: Pages) -> str:

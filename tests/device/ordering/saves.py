@@ -81,9 +81,7 @@ def is_read_before_window(rig: OrderRig) -> bool:
 
 def is_read_before_zeroed(rig: OrderRig) -> bool:
     """Blocks that a model runner zeroes for the next step before it reports preemptions"""
-    _write(rig, _THEN)
-    rig.synchronize()
-    rig.delay_saves(SLOW_S)
+    _write_and_delay(rig)
     rig.end(StepPlan(saves=(_save_plan(rig),), may_reuse=True))
     _write(rig, _LATER)
     return _are_stored(rig)
@@ -119,9 +117,7 @@ class _Held:
 
 def is_submitted_before_preempted(rig: OrderRig) -> bool:
     """Blocks of requests that are preempted before copies of their chunks are submitted"""
-    _write(rig, _THEN)
-    rig.synchronize()
-    rig.delay_saves(SLOW_S)
+    _write_and_delay(rig)
     held = _Held(rig)
     held.save("abc")
     held.let_go(SLOW_S)
@@ -131,9 +127,7 @@ def is_submitted_before_preempted(rig: OrderRig) -> bool:
 
 def is_submitted_before_window(rig: OrderRig) -> bool:
     """Blocks that leave a window before copies of their chunks are submitted"""
-    _write(rig, _THEN)
-    rig.synchronize()
-    rig.delay_saves(SLOW_S)
+    _write_and_delay(rig)
     held = _Held(rig)
     rig.end(_plan(rig))
     held.let_go(SLOW_S)
@@ -245,10 +239,14 @@ def _plan(rig: OrderRig) -> StepPlan:
     return StepPlan(saves=(_save_plan(rig),))
 
 
-def _save_late(rig: OrderRig, seconds: float = SLOW_S) -> None:
+def _write_and_delay(rig: OrderRig, seconds: float = SLOW_S) -> None:
     _write(rig, _THEN)
     rig.synchronize()
     rig.delay_saves(seconds)
+
+
+def _save_late(rig: OrderRig, seconds: float = SLOW_S) -> None:
+    _write_and_delay(rig, seconds)
     rig.step(_plan(rig))
 
 
