@@ -113,11 +113,9 @@ class BulkIndex:
         return []
 
     def check(self) -> None:
-        """See ``ReadIndex``."""
         self._store.check()
 
     def close(self) -> None:
-        """See ``ReadIndex``."""
         self._store.close()
 
     def publish(

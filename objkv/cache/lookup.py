@@ -159,7 +159,6 @@ class LookupService:
         return self._thread.unfinished
 
     def wait(self, seconds: float) -> None:
-        """See ``StepThread``."""
         self._thread.wait(seconds)
 
     def wait_for(self, request_id: str, seconds: float) -> bool:

@@ -134,7 +134,6 @@ class Guard(CallPolicy):
 
     @property
     def is_failing(self) -> bool:
-        """See ``CallPolicy``."""
         return self.breakers.write.is_open
 
     def call(self, verb: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -163,12 +162,10 @@ class Guard(CallPolicy):
         return result
 
     def check_may_write(self, call: str) -> None:
-        """See ``CallPolicy``."""
         if not self.may_write:
             raise StoreDenied(f"{call}: {_READER}")
 
     def deadline(self, *, walks: bool = False) -> AbstractContextManager[None]:
-        """See ``CallPolicy``."""
         if self._seconds is None:
             return _NOTHING
         return EndsBy(monotonic() + self._seconds * (_WALK_FACTOR if walks else 1))

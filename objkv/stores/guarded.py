@@ -80,10 +80,8 @@ class GuardedStore(GuardedValues[PruneStore]):
     folders = guarded("folders")
 
     def unfinished(self) -> Iterator[Unfinished]:
-        """See ``PruneStore``."""
         return self.inner.unfinished()
 
     def discard(self, unfinished: Unfinished) -> bool:
-        """See ``PruneStore``."""
         self.guard.check_may_write(f"discard {unfinished.key}")
         return self.inner.discard(unfinished)

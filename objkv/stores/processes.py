@@ -473,7 +473,6 @@ class ProcessStore(GuardedStore):
     def get_into(
         self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
     ) -> int | None:
-        """See ``ReadStore``."""
         check_key(key)
         channel = self._pool.acquire() if _BYTES_MIN <= len(buffer) <= CHANNEL_BYTES else None
         if channel is None:

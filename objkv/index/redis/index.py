@@ -232,7 +232,6 @@ class RedisIndex:
         )
 
     def lookup(self, namespace: str, prefix_hashes: Sequence[bytes]) -> list[Record | None]:
-        """See ``ReadIndex``."""
         replies = self._pipelined(
             "lookup", [("HGETALL", self._chunk(namespace, one)) for one in prefix_hashes]
         )
@@ -303,7 +302,6 @@ class RedisIndex:
         self._run("check", RELEASE, (self._lease("check"),), "nobody")
 
     def close(self) -> None:
-        """See ``ReadIndex``."""
         with translated("redis index, close"):
             with suppress(StoreError):
                 self.flush(early=True)
@@ -318,7 +316,6 @@ class RedisIndex:
         ttl_s: int,
         lease: Lease | None = None,
     ) -> None:
-        """See ``WriteIndex``."""
         assert shards
         assert all(field[:1].isdigit() for field in shards)  # the record's own fields are letters
         args: list[str | bytes | int] = [ttl_s * 1000, "" if lease is None else lease.owner]
@@ -348,7 +345,6 @@ class RedisIndex:
                 self._flushed("flush", totals, changes)
 
     def forget(self, namespace: str, prefix_hash: bytes, field: str, expected: ShardRecord) -> bool:
-        """See ``WriteIndex``."""
         key = self._chunk(namespace, prefix_hash)
         gone = bool(self._run("forget", FORGET, (key,), field, encode_shard(expected)))
         if gone:
@@ -360,7 +356,6 @@ class RedisIndex:
         return bool(self._run("lease", LEASE, (self._lease(name),), owner, ttl_ms))
 
     def release(self, name: str, owner: str) -> None:
-        """See ``WriteIndex``."""
         self._run("release", RELEASE, (self._lease(name),), owner)
 
     def record_sightings(self, names: Sequence[str], *, ttl_s: int) -> list[bool]:
@@ -370,7 +365,6 @@ class RedisIndex:
         return [_checked("sight", reply) is not None for reply in replies]
 
     def pin(self, namespace: str, prefix_hash: bytes, *, until_s: int, ttl_s: int) -> bool:
-        """See ``PruneIndex``."""
         ttl_ms = max(ttl_s * 1000, int((until_s - self._clock()) * 1000))
         return bool(self._run("pin", PIN, (self._chunk(namespace, prefix_hash),), until_s, ttl_ms))
 
@@ -381,7 +375,6 @@ class RedisIndex:
         return bool(found)
 
     def set_usage(self, usage: Usage) -> None:
-        """See ``PruneIndex``."""
         fields = [f"{usage.namespace}:{kind}" for kind in _TOTALS]
         command: list[str | int] = ["HDEL", self._totals.key, *fields]
         if usage.payloads:

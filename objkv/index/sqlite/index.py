@@ -492,7 +492,6 @@ class SqliteIndex:
             after = rows[-1][0]
 
     def namespaces(self) -> list[str]:
-        """See ``ReadIndex``."""
         with self._file.read() as connection:
             rows = connection.execute(
                 f"SELECT DISTINCT namespace FROM chunks c WHERE {_LIVE} ORDER BY namespace",
@@ -508,7 +507,6 @@ class SqliteIndex:
         return [Usage(name, nbytes, payloads, int(now)) for name, nbytes, payloads in rows]
 
     def savings(self) -> list[Savings]:
-        """See ``ReadIndex``."""
         with self._file.read() as connection:
             rows = connection.execute("SELECT name, value FROM savings").fetchall()
         # Another program may have stored text: SQLite columns hold any type.
@@ -520,7 +518,6 @@ class SqliteIndex:
             connection.execute("DELETE FROM leases WHERE name = ''")
 
     def close(self) -> None:
-        """See ``ReadIndex``."""
         self._file.close()
 
     def publish(
@@ -531,7 +528,6 @@ class SqliteIndex:
         ttl_s: int,
         lease: Lease | None = None,
     ) -> None:
-        """See ``WriteIndex``."""
         assert shards
         now = self._clock()
         key = (chunk.namespace, chunk.prefix_hash)
@@ -553,7 +549,6 @@ class SqliteIndex:
             _purge(connection, now)
 
     def touch(self, namespace: str, prefix_hashes: Sequence[bytes], *, ttl_s: int) -> None:
-        """See ``WriteIndex``."""
         if not prefix_hashes:
             return
         now = self._clock()
@@ -564,12 +559,10 @@ class SqliteIndex:
                 )
 
     def credit(self, savings: Savings) -> None:
-        """See ``WriteIndex``."""
         with self._file.write() as connection:
             connection.executemany(_CREDIT, savings_fields(savings).items())
 
     def forget(self, namespace: str, prefix_hash: bytes, field: str, expected: ShardRecord) -> bool:
-        """See ``WriteIndex``."""
         key = (namespace, prefix_hash)
         with self._file.write() as connection:
             removed = connection.execute(
@@ -595,7 +588,6 @@ class SqliteIndex:
         return taken == 1
 
     def release(self, name: str, owner: str) -> None:
-        """See ``WriteIndex``."""
         with self._file.write() as connection:
             connection.execute(_RELEASE, (name, owner))
 
@@ -615,7 +607,6 @@ class SqliteIndex:
         return seen
 
     def pin(self, namespace: str, prefix_hash: bytes, *, until_s: int, ttl_s: int) -> bool:
-        """See ``PruneIndex``."""
         now = self._clock()
         with self._file.write() as connection:
             changed = connection.execute(
@@ -626,7 +617,6 @@ class SqliteIndex:
         return changed == 1
 
     def drop(self, namespace: str, prefix_hash: bytes) -> bool:
-        """See ``PruneIndex``."""
         with self._file.write() as connection:
             changed = connection.execute(
                 f"DELETE FROM chunks AS c WHERE namespace = ? AND hash = ? AND {_LIVE}",
