@@ -49,44 +49,15 @@ class BreakerLimits:
     failure of the server."""
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A breaker opened or closed."""
-
-    end: str
-    """``bulk``, ``hot``, ``index`` or ``disk``."""
-    direction: Direction
-    error: StoreError | None
-    """Why it opened; None if it closed."""
-
-
-OnChange = Callable[[Change], None]
-"""Called when a circuit opens or closes, and when a probe is refused instead of unanswered. Any
-thread may call it while holding a lock, so it must only log or count."""
-
-
-def log_change(change: Change) -> None:
-    """Log one line for each change of a breaker."""
-    what = f"{change.end} {change.direction}s"
-    if change.error is None:
-        logger.warning("%s work again", what)
-    elif isinstance(change.error, StoreDenied):  # only an operator can fix that
-        logger.error("%s are refused, serving without them reason=%s", what, change.error)
-    else:
-        logger.warning("%s keep failing, serving without them reason=%s", what, change.error)
-
-
 class Breaker:
-    """After enough consecutive failures, raises ``LeftAlone`` at once.
+    """After enough consecutive failures, raises ``LeftAlone`` at once. Thread-safe.
 
     A transient error or a denial is a failure. Any other error proves that the server responds, and
     is a success. After a pause one call passes as a probe. If it succeeds the circuit closes;
-    otherwise the next pause is longer, up to ``reset_max_s``. A probe that hangs does not block the
-    next one. Each pause is drawn from its upper half, so that many replicas do not probe in step.
-    Thread-safe.
-
-    A call that its caller's own ``EndsBy`` cuts short is neither a failure nor a success, unless
-    the caller had at least ``enough_s``; then the server counts as failed.
+    otherwise the next pause is longer. A probe that hangs does not block the next one. Each pause
+    is drawn from its upper half, so that many replicas do not probe in step. A call that its
+    caller's own ``EndsBy`` cuts short is neither a failure nor a success, unless the caller had at
+    least ``enough_s``.
     """
 
     def __init__(
@@ -95,13 +66,14 @@ class Breaker:
         direction: Direction,
         limits: BreakerLimits,
         recorder: Recorder,
-        on_change: OnChange,
+        *,
+        logs: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._change = Change(end, direction, None)
+        self._what, self._name = f"{end} {direction}s", f"{end}_{direction}"
         self._limits = limits
         self._recorder = recorder
-        self._on_change = on_change
+        self._logs = logs
         self.clock = clock
         self.now_s: Callable[[], float] = time.monotonic
         """The clock of ``EndsBy``."""
@@ -125,11 +97,9 @@ class Breaker:
             if not self.is_open:
                 return False
             if self.clock() < self._again_s:
-                what = self._change
-                self._recorder.count(f"breaker_refused_{what.end}_{what.direction}")
+                self._recorder.count(f"breaker_refused_{self._name}")
                 raise LeftAlone(
-                    f"{verb}: {what.end} {what.direction}s keep failing, so they are paused "
-                    "(circuit open)"
+                    f"{verb}: {self._what} keep failing, so they are paused (circuit open)"
                 )
             self._pause()  # as if it had failed: it may never return
             return True
@@ -177,7 +147,7 @@ class Breaker:
         self._pauses = 0 if briefly else self._pauses
         self._pause()
         self._denied = isinstance(error, StoreDenied)
-        self._recorder.count(f"breaker_openings_{self._change.end}_{self._change.direction}")
+        self._recorder.count(f"breaker_openings_{self._name}")
         self._report(error)
 
     def _close(self) -> None:
@@ -197,9 +167,15 @@ class Breaker:
         self._again_s = self.clock() + longest_s * (1 + self.draw()) / 2
 
     def _report(self, error: StoreError | None) -> None:
-        end, direction = self._change.end, self._change.direction
-        self._recorder.level(f"breaker_open_{end}_{direction}", float(self.is_open))
-        self._on_change(Change(end, direction, error))
+        self._recorder.level(f"breaker_open_{self._name}", float(self.is_open))
+        if not self._logs:
+            return
+        if error is None:
+            logger.warning("%s work again", self._what)
+        elif isinstance(error, StoreDenied):  # only an operator can fix that
+            logger.error("%s are refused, serving without them reason=%s", self._what, error)
+        else:
+            logger.warning("%s keep failing, serving without them reason=%s", self._what, error)
 
 
 class Attempt:
@@ -243,11 +219,13 @@ class Breakers:
         limits: BreakerLimits,
         recorder: Recorder,
         *,
-        on_change: OnChange = log_change,
+        logs: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.read = Breaker(end, "read", limits, recorder, on_change, clock)
-        self.write = Breaker(end, "write", limits, recorder, on_change, clock)
+        """``end``: ``bulk``, ``hot``, ``index`` or ``disk``. ``logs``: one line each time that
+        calls are stopped or work again."""
+        self.read = Breaker(end, "read", limits, recorder, logs=logs, clock=clock)
+        self.write = Breaker(end, "write", limits, recorder, logs=logs, clock=clock)
         self._reads = count()
         self._lock = Lock()
         self._busy: deque[tuple[float, int]] = deque(maxlen=_BUSY_MAX)
