@@ -1,9 +1,5 @@
 """Circuit breakers: a server that keeps failing gets no calls for a while, so callers do not wait
-for it.
-
-Reads and writes have separate breakers: a full disk, a read-only replica or a lost primary stops
-writes, and reads continue. No lock is held during a call. See decision 20 in ``docs/decisions.md``.
-"""
+for it. No lock is held during a call. See decision 20 in ``docs/decisions.md``."""
 
 import logging
 import math
@@ -28,8 +24,8 @@ DIRECTIONS: tuple[Direction, ...] = ("read", "write")
 _CUT_SHARE = 1 / 4
 """In this last part of a caller's time no attempt starts (``objkv.stores.s3.client``)."""
 _BUSY_MAX = 3
-"""Number of nearby ``StoreBusy`` replies to reads that pauses writes. A single one means little:
-servers that scale up or have many clients send it now and then."""
+"""Number of nearby ``StoreBusy`` replies to reads that pauses writes. Servers that scale up or have
+many clients send a single one now and then."""
 _BUSY_WITHIN_S = 3.0
 _BUSY_WITHIN_READS = 30
 
@@ -41,12 +37,11 @@ class BreakerLimits:
     failures: int = 5
     """Consecutive failures that open it."""
     reset_s: float = 1.0
-    """Maximum first pause. Each pause is at most twice as long as the previous one."""
+    """Longest first pause. The limit doubles with each pause."""
     reset_max_s: float = 15.0
-    """Maximum pause: a recovered server is probed within this time."""
     enough_s: float = 1.0
-    """If a call had less time than this and its caller's deadline ended it, it does not count as a
-    failure of the server."""
+    """A call that had less time, and that its caller's deadline ended, is no failure of the server.
+    """
 
 
 class Breaker:
@@ -78,11 +73,9 @@ class Breaker:
         self.now_s: Callable[[], float] = time.monotonic
         """The clock of ``EndsBy``."""
         self.draw: Callable[[], float] = random.random
-        """Returns a random number in [0, 1)."""
         self.is_open = False
         """Whether all calls except probes are refused."""
         self._failures = 0
-        """Consecutive failures while it is closed."""
         self._lock = Lock()
         self._pauses = 0
         self._pauses_kept: int | None = None
@@ -105,7 +98,6 @@ class Breaker:
             return True
 
     def end_call(self, error: StoreError | None, *, is_probe: bool) -> None:
-        """Record the outcome of a call."""
         if error is None and not is_probe and not self._failures:
             return  # the usual case, without a lock
         failed = error is not None and (error.transient or isinstance(error, StoreDenied))
@@ -125,16 +117,15 @@ class Breaker:
                 self._close()
 
     def is_ended_by_caller(self, error: StoreError, given_s: float) -> bool:
-        """Whether the caller's own deadline ended the call, which started with ``given_s`` seconds
-        left."""
+        """Whether the caller's own deadline ended the call, for which it had ``given_s``."""
         if not error.transient or isinstance(error, StoreBusy):
             return False  # the server replied
         left_s = ends_s() - self.now_s()
         return given_s < self._limits.enough_s and left_s <= given_s * _CUT_SHARE
 
     def open(self, error: StoreError, *, briefly: bool = False) -> None:
-        """Open now, regardless of failures. ``briefly``: for the first pause; if the server
-        responds after it, restore the earlier state."""
+        """Open now. ``briefly``: for the first pause; if the server responds after it, restore the
+        earlier state."""
         with self._lock:
             if not self.is_open:
                 self._open(error, briefly=briefly)
@@ -179,8 +170,8 @@ class Breaker:
 
 
 class Attempt:
-    """A context manager around one call. Entering it raises ``LeftAlone`` if the call must not be
-    made. Leaving it reports the outcome to the breaker, and a ``StoreBusy`` to ``on_busy``."""
+    """A context manager around one call. Entering raises ``LeftAlone`` if the call must not be
+    made. Leaving reports the outcome to the breaker, and a ``StoreBusy`` to ``on_busy``."""
 
     __slots__ = ("_breaker", "_given_s", "_is_probe", "_on_busy", "_verb")
 
@@ -207,7 +198,8 @@ class Attempt:
 
 
 class Breakers:
-    """The two breakers of one store or index: failing reads do not stop writes, and vice versa.
+    """The two breakers of one store or index: a full disk, a read-only replica or a lost primary
+    stops writes, and reads continue.
 
     A server that replies ``StoreBusy`` gets no writes for a pause, because requests wait for reads.
     One such reply to a write is enough. Reads need several, and stop writes only briefly.
@@ -232,7 +224,6 @@ class Breakers:
         """When and at which read the server replied ``StoreBusy``."""
 
     def attempt(self, direction: Direction, verb: str) -> Attempt:
-        """Return the context manager for one call."""
         if direction == "read":
             next(self._reads)
             return Attempt(self.read, verb, self._busy_read)

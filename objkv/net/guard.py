@@ -1,9 +1,8 @@
-"""A guard around each store and index: all calls pass it in one method and one order.
+"""A guard around each store and index: all calls pass it in one order.
 
     read-only role → circuit breaker → recorder → deadline → the store or index itself
 
-A call that the role forbids goes no further. Metrics count calls that reach the store, and not
-those that a breaker refuses. See decision 26 in ``docs/decisions.md``.
+Metrics do not count calls that role or breaker refuse. See decision 26 in ``docs/decisions.md``.
 """
 
 import time
@@ -22,7 +21,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 Outcome = Callable[[Any, tuple[Any, ...]], Iterable[tuple[str, float]]]
-"""Returns the counters to increase after a call, given its result and its arguments."""
+"""Returns the counters to increase after a call, by its result and its arguments."""
 
 _WALK_FACTOR = 12
 _READER = "role reader does not allow writes: set role to writer or sweeper"
@@ -59,7 +58,7 @@ class CallPolicy:
         """Raise ``StoreDenied`` if the role forbids ``call``."""
 
     def deadline(self) -> AbstractContextManager[None]:
-        """Return a context manager that bounds one call, for calls that skip the guard."""
+        """Return what bounds one call, for calls that skip the guard."""
         return _NOTHING
 
 
@@ -74,15 +73,13 @@ B = TypeVar("B", bound=Closeable)
 
 
 class Guarded(Generic[B]):
-    """``inner`` behind ``guard``, by methods that ``guarded`` makes. Closing this closes
-    ``inner``."""
+    """``inner`` behind ``guard``, by methods that ``guarded`` makes."""
 
     def __init__(self, inner: B, guard: CallPolicy | None = None) -> None:
         self.inner = inner
         self.guard = guard or CallPolicy()
 
     def close(self) -> None:
-        """Close ``inner``."""
         self.inner.close()
 
 
@@ -106,11 +103,11 @@ class Guard(CallPolicy):
     """Guards the calls of one store or index, and counts them under ``name``. Thread-safe.
 
     Per verb it observes ``<name>_<verb>_seconds``, including failed calls, and counts
-    ``<name>_<verb>_errors``, also per class as ``<name>_<verb>_errors_StoreDenied``. ``verbs``
-    defines the other counters.
+    ``<name>_<verb>_errors``, also per class as ``<name>_<verb>_errors_StoreDenied``.
 
-    ``seconds``: the deadline of a call (twelve times as long for one that walks), which deadline
-    sockets respect; None if the backend has its own. ``may_write``: False for the read-only role.
+    ``verbs``: all of them, with their other counters. ``seconds``: the deadline of a call (twelve
+    times as long for one that walks); None if the backend has its own. ``may_write``: False for the
+    read-only role.
     """
 
     def __init__(
