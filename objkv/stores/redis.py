@@ -12,7 +12,7 @@ import redis
 from redis import exceptions
 
 from objkv.net.redis_errors import CLIENT_ERRORS, translated, translation
-from objkv.net.resp import RespConnections, packed
+from objkv.net.resp import RespConnection, RespConnections, packed
 from objkv.stores.base import Arrived, Buffer, Entry, check_fits, check_key, copy_into
 
 _UNDONE: Final = -1
@@ -86,13 +86,7 @@ class RedisStore:
             one.clean = head == b"$-1" or head[:1] == b"-"
             if one.clean:
                 return None if head == b"$-1" else _UNDONE
-            if head[:1] != b"$" or not head[1:].isdigit():
-                raise exceptions.InvalidResponse(f"{head[:20]!r} instead of a value")
-            nbytes = int(head[1:])
-            if nbytes <= len(buffer):
-                one.read_value(buffer[:nbytes])
-                one.clean = True
-            return nbytes
+            return _received(one, head, buffer)
         except exceptions.ConnectionError:
             return _UNDONE
         except exceptions.TimeoutError:
@@ -147,3 +141,14 @@ class RedisStore:
     def _name(self, key: str) -> str:
         check_key(key)
         return self._prefix + key
+
+
+def _received(one: RespConnection, head: bytes, buffer: memoryview) -> int:
+    """Receive the value that ``head`` announces, unless it is too long. Return its length."""
+    if head[:1] != b"$" or not head[1:].isdigit():
+        raise exceptions.InvalidResponse(f"{head[:20]!r} instead of a value")
+    nbytes = int(head[1:])
+    if nbytes <= len(buffer):
+        one.read_value(buffer[:nbytes])
+        one.clean = True
+    return nbytes
