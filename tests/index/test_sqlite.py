@@ -206,7 +206,6 @@ def test_making_an_index_touches_nothing(tmp_path: Path) -> None:
     index = SqliteIndex(tmp_path / "deeper" / "index.sqlite")
     index.close()
     assert list(tmp_path.iterdir()) == []
-    assert repr(index) == f"<SqliteIndex {tmp_path}/deeper/index.sqlite>"
 
 
 def test_a_file_that_was_removed_or_replaced_is_not_used_on(tmp_path: Path) -> None:

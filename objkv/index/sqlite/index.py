@@ -437,9 +437,6 @@ class SqliteIndex:
         self._file = SqliteFile(path, busy_ms=busy_ms)
         self._clock = clock
 
-    def __repr__(self) -> str:
-        return f"<SqliteIndex {self._file.path}>"
-
     def lookup(self, namespace: str, prefix_hashes: Sequence[bytes]) -> list[Record | None]:
         """One statement for up to 30,000 hashes."""
         found: dict[bytes, Record] = {}
