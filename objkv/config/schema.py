@@ -5,14 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from objkv.config.units import parse_duration, parse_size
 from objkv.config.urls import (

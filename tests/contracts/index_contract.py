@@ -10,15 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from objkv.index.base import (
-    ChunkEntry,
-    Lease,
-    PruneIndex,
-    Record,
-    Savings,
-    ShardRecord,
-    Usage,
-)
+from objkv.index.base import ChunkEntry, Lease, PruneIndex, Record, Savings, ShardRecord, Usage
 from objkv.keys.chunk import payload_path
 from tests.contracts.clock import ManualClock
 from tests.contracts.store_contract import at_once

@@ -6,15 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from threading import Lock
 
-from objkv.index.base import (
-    ChunkEntry,
-    Lease,
-    Record,
-    Savings,
-    ShardRecord,
-    ShardRecords,
-    Usage,
-)
+from objkv.index.base import ChunkEntry, Lease, Record, Savings, ShardRecord, ShardRecords, Usage
 from objkv.index.fields import read_savings, savings_fields, shards_of
 
 _NEVER: tuple[Record | None, float] = (None, 0.0)

@@ -4,15 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from threading import Lock
 
-from objkv.stores.base import (
-    Arrived,
-    Buffer,
-    Entry,
-    Unfinished,
-    check_key,
-    check_prefix,
-    copy_into,
-)
+from objkv.stores.base import Arrived, Buffer, Entry, Unfinished, check_key, check_prefix, copy_into
 
 
 class MemoryStore:

@@ -166,8 +166,7 @@ def test_a_damaged_file_is_refused_with_what_to_do(tmp_path: Path) -> None:
     path = tmp_path / "index.sqlite"
     path.write_bytes(b"no database" * 1000)
     with pytest.raises(
-        StoreDenied,
-        match="delete it and its -wal and -shm files, then run objkv rebuild --apply",
+        StoreDenied, match="delete it and its -wal and -shm files, then run objkv rebuild --apply"
     ):
         SqliteIndex(path).lookup(NAMESPACE, [prefix_hash(1)])
 

@@ -7,12 +7,7 @@ from itertools import count
 
 import pytest
 
-from objkv.errors import (
-    StoreDenied,
-    StoreError,
-    StoreUnavailable,
-    ValueTooLong,
-)
+from objkv.errors import StoreDenied, StoreError, StoreUnavailable, ValueTooLong
 from objkv.net.breaker import BreakerLimits, Breakers
 from objkv.stores.base import Unfinished
 from objkv.stores.guarded import GuardedStore

@@ -25,13 +25,7 @@ from botocore.retries.quota import RetryQuota
 from botocore.utils import get_environ_proxies
 
 from objkv.config import Config
-from objkv.config.aws import (
-    aws_region,
-    check_credentials,
-    check_endpoint,
-    is_plain,
-    s3_endpoint,
-)
+from objkv.config.aws import aws_region, check_credentials, check_endpoint, is_plain, s3_endpoint
 from objkv.config.urls import check_proxies, is_this_machine
 from objkv.errors import ConfigError, StoreDenied, StoreUnavailable
 from objkv.net.deadline import EndsBy, ends_s
