@@ -34,29 +34,6 @@ SECRET_SETTINGS = (
     "agent_token",
 )
 URL_SETTINGS: Final = ("bulk_url", "index_url", "s3_endpoint_url", "agent_disk_url")
-BASIC: Final = frozenset(
-    {
-        *("bulk_url", "index_url", "allow_plaintext", "tenant", "role", "ttl_s", "quota_bytes"),
-        *("s3_endpoint_url", "s3_region", "s3_addressing"),
-        *("s3_access_key_id", "s3_secret_access_key", "redis_username", "redis_password"),
-        *("chunk_tokens", "codec", "load_mode", "save_decode", "pinned_bytes_max", "admission"),
-    }
-)
-"""The settings that a new operator reads first. All others are advanced."""
-TOPICS: Final = {
-    "s3_ca_bundle": "Bulk store",
-    "redis_ca_file": "Redis",
-    "hot_save_bytes_max": "Hot store",
-    "model_id": "Model and weights",
-    "sweep_grace_s": "Eviction",
-    "agent": "Node agent",
-    "lookup_deadline_ms": "Deadlines",
-    "load_threads": "Threads",
-    "at_start": "Failures",
-    "store_tokens": "Audits, signatures and encryption",
-}
-"""Headings for the advanced settings. Each applies from the named setting up to the next heading,
-in the order of ``Config``."""
 
 
 class Config(BaseModel):

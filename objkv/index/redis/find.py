@@ -9,6 +9,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import chain
 from typing import Any
@@ -89,24 +90,15 @@ class Finder:
                     return None
                 connections.append(connection)
             pairs = zip(connections, by_pool.values(), strict=True)
-            return _answered(
-                [_Question(connection, key, hashes, fields) for connection, hashes in pairs]
-            )
+            questions = [_Question(connection, key, hashes, fields) for connection, hashes in pairs]
+            with suppress(exceptions.ConnectionError, exceptions.InvalidResponse, _RefusedError):
+                for question in questions:
+                    question.push()
+                return [one for question in questions for one in question.answers()]
+            return None
         finally:
             for connection in connections:
                 self._connections.release(connection)
-
-
-def _answered(questions: list["_Question"]) -> list[ShardRecords | None] | None:
-    try:
-        for question in questions:
-            question.push()
-        found = questions[0].answers()
-        for question in questions[1:]:
-            found += question.answers()
-    except (exceptions.ConnectionError, exceptions.InvalidResponse, _RefusedError):
-        return None
-    return found
 
 
 class _RefusedError(Exception):

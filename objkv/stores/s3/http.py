@@ -212,10 +212,7 @@ class HttpConnection:
             while b"\r\n\r\n" not in raw:
                 if len(raw) > HEAD_BYTES_MAX:
                     raise ValueError("the head of the response does not end")
-                more = self._bounded(self.socket.recv, _READ_BYTES)  # a call less than ``receive``
-                if not more:
-                    raise ConnectionError("the response ended in its head")
-                raw += more
+                raw += self.receive()
                 while raw.startswith(b"HTTP/1.1 1") and b"\r\n\r\n" in raw:
                     raw = raw.partition(b"\r\n\r\n")[2]  # an interim response
             return HttpResponse(self, raw, has_body=self._has_body)
