@@ -108,12 +108,7 @@ class BulkIndex:
         self._store.close()
 
     def publish(
-        self,
-        chunk: ChunkEntry,
-        shards: Mapping[str, ShardRecord],
-        *,
-        ttl_s: int,
-        lease: Lease | None = None,
+        self, chunk: ChunkEntry, shards: ShardRecords, *, ttl_s: int, lease: Lease | None = None
     ) -> None:
         """Does nothing: payloads are found by their files."""
 

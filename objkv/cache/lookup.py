@@ -121,12 +121,12 @@ class LookupService:
         """Return the found shards of each chunk in order, or None while the lookup is in flight."""
         memo = self._memos.get(request_id)
         if memo is None:
-            return self._start(request_id, namespace, hashes, trace=trace).answer
+            return self._start(request_id, namespace, hashes, trace, ()).answer
         if (answer := memo.answer) is not None:
             if self._clock() - memo.answered_at > self._limits.age_max_s:
-                memo = self._start(request_id, namespace, hashes, trace=trace)
+                memo = self._start(request_id, namespace, hashes, trace, ())
             elif len(hashes) > memo.count:
-                memo = self._start(request_id, namespace, hashes, answer, trace=trace)
+                memo = self._start(request_id, namespace, hashes, trace, answer)
         if memo.answer is None:
             self._poll(memo)
         return memo.answer
@@ -164,13 +164,7 @@ class LookupService:
         self._thread.close(min(self._limits.deadline_s, _CLOSE_S_MAX))
 
     def _start(
-        self,
-        request_id: str,
-        namespace: str,
-        hashes: Hashes,
-        known: Records = (),
-        *,
-        trace: str | None,
+        self, request_id: str, namespace: str, hashes: Hashes, trace: str | None, known: Records
     ) -> _Memo:
         started = self._clock()
         memo = _Memo(known, len(hashes), started + self._limits.deadline_s)

@@ -121,8 +121,7 @@ class ChunkEntry:
 
 
 ShardRecords = Mapping[str, ShardRecord]
-"""The requested shard records of one chunk, by field. They may be decoded only when they are
-read."""
+"""Shard records of one chunk, by field. Those that are found may be decoded only when read."""
 
 
 class Lease(NamedTuple):
@@ -171,12 +170,7 @@ class WriteIndex(ReadIndex, Protocol):
     """Can also be written."""
 
     def publish(
-        self,
-        chunk: ChunkEntry,
-        shards: Mapping[str, ShardRecord],
-        *,
-        ttl_s: int,
-        lease: Lease | None = None,
+        self, chunk: ChunkEntry, shards: ShardRecords, *, ttl_s: int, lease: Lease | None = None
     ) -> None:
         """Add or replace these shard fields of the chunk's record, whose payloads can be read
         already. It then lives for ``ttl_s`` seconds from now, or until its pin ends if that is

@@ -291,12 +291,7 @@ class RedisIndex:
             self.client.close()
 
     def publish(
-        self,
-        chunk: ChunkEntry,
-        shards: Mapping[str, ShardRecord],
-        *,
-        ttl_s: int,
-        lease: Lease | None = None,
+        self, chunk: ChunkEntry, shards: ShardRecords, *, ttl_s: int, lease: Lease | None = None
     ) -> None:
         assert shards
         assert all(field[:1].isdigit() for field in shards)  # the record's own fields are letters

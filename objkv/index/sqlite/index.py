@@ -9,7 +9,7 @@ import sqlite3
 import stat
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -511,12 +511,7 @@ class SqliteIndex:
         self._file.close()
 
     def publish(
-        self,
-        chunk: ChunkEntry,
-        shards: Mapping[str, ShardRecord],
-        *,
-        ttl_s: int,
-        lease: Lease | None = None,
+        self, chunk: ChunkEntry, shards: ShardRecords, *, ttl_s: int, lease: Lease | None = None
     ) -> None:
         assert shards
         now = self._clock()
