@@ -58,8 +58,6 @@ class Defects:
 
 @dataclass(slots=True)
 class Planted:
-    """Paths of the planted payloads, by kind."""
-
     namespace: str
     paths: dict[str, list[str]] = field(default_factory=dict)
 
@@ -87,7 +85,6 @@ class DamagedStore:
         self.planted = Planted(self._identity.namespace())
 
     def plant(self, defects: Defects) -> Planted:
-        """Fill the stores and the index."""
         own = self._identity
         old = replace(own, weights_epoch=own.weights_epoch - 1)
         for identity in (own, old) if defects.old_epoch else (own,):

@@ -8,8 +8,6 @@ from objkv.stores.base import Arrived, Buffer, Entry, Unfinished, check_key, che
 
 
 class MemoryStore:
-    """Values in a dictionary. It has no size limit; the caller must bound it."""
-
     def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._lock = Lock()

@@ -35,7 +35,6 @@ class Server:
         self.error = error
 
     def call(self) -> bool:
-        """Whether it answered."""
         try:
             self.make(self._answer)
         except StoreError:
@@ -43,7 +42,6 @@ class Server:
         return True
 
     def make(self, call: Callable[[], object]) -> None:
-        """Make ``call`` through the breaker."""
         with Attempt(self.breaker, "get"):
             call()
 
@@ -237,7 +235,6 @@ class Busy:
         self.breakers.write.draw = lambda: 1.0
 
     def call(self, direction: Direction, error: StoreError | None = None) -> bool:
-        """Whether it answered."""
         try:
             with self.breakers.attempt(direction, "verb"):
                 if error is not None:

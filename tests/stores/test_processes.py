@@ -45,8 +45,6 @@ class Counted(LocalStore):
 
 
 class Fleet:
-    """A store with processes over a folder."""
-
     def __init__(self, folder: Path, **limits: float) -> None:
         self.values, self.gates = folder / "values", folder / "gates"
         self.gates.mkdir(parents=True)
@@ -74,7 +72,6 @@ class Fleet:
         return self.pids()
 
     def pids(self) -> list[int]:
-        """Return the numbers of the processes that are ready."""
         with self.pool._lock:
             return [one.pid for one in self.pool._processes if one.is_ready]
 

@@ -255,7 +255,6 @@ def test_without_threads_a_get_reads_on_alone(monkeypatch: pytest.MonkeyPatch) -
 
 
 def faults(shares: dict[str, float], seed: int, verbs: frozenset[str] = frozenset()) -> list[Spoil]:
-    """So many of the answers are spoiled."""
     rng = random.Random(seed)
 
     def rule(fault: str, share: float) -> Spoil:
