@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from itertools import takewhile
 from math import inf
 from time import monotonic
 from typing import Final, Protocol
@@ -314,10 +315,8 @@ class OtherShapesIndex:
 
     def _count_stored(self, found: Sequence[ShardRecords | None]) -> int:
         """Return how many leading chunks lack nothing."""
-        for number, shards in enumerate(found):
-            if shards is None or not self._is_stored(shards):
-                return number
-        return len(found)
+        stored = takewhile(lambda one: one is not None and self._is_stored(one), found)
+        return sum(1 for _ in stored)
 
     def _read(self, namespace: str, prefix_hash: bytes) -> Steps[ShardRecords]:
         """Return all shards of a chunk; none if it has too many, or if the index fails: what was

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from threading import Condition, Lock, Thread
 from time import monotonic
 from typing import Final
@@ -33,20 +33,8 @@ _BOUND_S = 300.0
 """Time limit of a rebuild or a sweep, half of the pause. The next one begins anew."""
 _GRACE_S = 10.0
 _SAID_BYTES = 500
-_REBUILD = ("rebuild", "--apply", "--json")
-_SWEEP = ("sweep", "--apply", "--json")
-_FORCE = "--force"
-_REBUILT = (0, 1)
-"""Exit codes of a complete rebuild; 1 means that it found unreadable payloads."""
 _ENDED = -2
 """Stands for the exit code of a process ended by this one."""
-
-
-def _command() -> list[str]:
-    nice = shutil.which("nice")
-    first = [nice, "-n", "10"] if nice else []
-    # -P: import nothing from the working directory of the engine.
-    return [*first, sys.executable, "-P", "-m", "objkv.cli"]
 
 
 class AutoSweep:
@@ -64,7 +52,10 @@ class AutoSweep:
         self._index = index
         self._settings = settings
         self._recorder = recorder
-        self._command = _command()
+        nice = shutil.which("nice")
+        first = [nice, "-n", "10"] if nice else []
+        # -P: import nothing from the working directory of the engine.
+        self._command = [*first, sys.executable, "-P", "-m", "objkv.cli"]
         self._lock = Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
@@ -93,15 +84,15 @@ class AutoSweep:
             process.terminate()
 
     def _make_room(self) -> tuple[int, str]:
-        code, said = self._run(_REBUILD)
+        code, said = self._run("rebuild", "--apply", "--json")
         if self._closed:
             return code, said
-        if code in _REBUILT:  # index and folder now match, so --force is safe
-            return self._run((*_SWEEP, _FORCE))
+        if code in (0, 1):  # complete, so index and folder match, and --force is safe
+            return self._run("sweep", "--apply", "--json", "--force")
         logger.warning("rebuilding the index of a full folder failed code=%d error=%s", code, said)
-        return self._run(_SWEEP)
+        return self._run("sweep", "--apply", "--json")
 
-    def _run(self, arguments: Sequence[str]) -> tuple[int, str]:
+    def _run(self, *arguments: str) -> tuple[int, str]:
         with self._lock:
             if self._closed:
                 return _ENDED, ""

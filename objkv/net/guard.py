@@ -5,11 +5,10 @@
 Metrics do not count calls that role or breaker refuse. See decision 26 in ``docs/decisions.md``.
 """
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from time import monotonic
+from dataclasses import KW_ONLY, dataclass
+from time import monotonic, perf_counter
 from typing import Any, Final, Generic, ParamSpec, Protocol, TypeVar
 
 from objkv.errors import StoreDenied, StoreError
@@ -99,6 +98,7 @@ def guarded_scan(self: Guarded[Any], start: str) -> Iterator[Any]:
         yield item
 
 
+@dataclass(eq=False)
 class Guard(CallPolicy):
     """Guards the calls of one store or index, and counts them under ``name``. Thread-safe.
 
@@ -110,24 +110,14 @@ class Guard(CallPolicy):
     read-only role.
     """
 
-    def __init__(
-        self,
-        name: str,
-        verbs: Mapping[str, Verb],
-        recorder: Recorder,
-        breakers: Breakers,
-        *,
-        seconds: float | None = None,
-        may_write: bool = True,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self.breakers = breakers
-        self.recorder = recorder
-        self.clock = clock
-        self.may_write = may_write
-        self._name = name
-        self._seconds = seconds
-        self._verbs = verbs
+    name: str
+    verbs: Mapping[str, Verb]
+    recorder: Recorder
+    breakers: Breakers
+    _: KW_ONLY
+    seconds: float | None = None
+    may_write: bool = True
+    clock: Callable[[], float] = perf_counter
 
     @property
     def is_failing(self) -> bool:
@@ -135,19 +125,19 @@ class Guard(CallPolicy):
 
     def call(self, verb: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Make ``call`` in the module's order, or raise ``StoreError`` without making it."""
-        how, name, count = self._verbs[verb], f"{self._name}_{verb}", self.recorder.count
+        how, name, count = self.verbs[verb], f"{self.name}_{verb}", self.recorder.count
         if not self.may_write and how.direction == "write":
             self.check_may_write(f"{verb} {args[0]}")
         with self.breakers.attempt(how.direction, verb):
             begun_s = self.clock()
             if how.totals is not None:
-                count(f"{self._name}_{how.totals[0]}")
+                count(f"{self.name}_{how.totals[0]}")
             try:
                 with self.deadline(walks=how.walks):
                     result = call(*args, **kwargs)
             except StoreError as exc:
                 if how.totals is not None:
-                    count(f"{self._name}_{how.totals[1]}")
+                    count(f"{self.name}_{how.totals[1]}")
                 count(f"{name}_errors")
                 count(f"{name}_errors_{type(exc).__name__}")
                 raise
@@ -155,7 +145,7 @@ class Guard(CallPolicy):
                 self.recorder.observe(f"{name}_seconds", self.clock() - begun_s)
         if how.outcome is not None:
             for counter, amount in how.outcome(result, args):
-                count(f"{self._name}_{counter}", amount)
+                count(f"{self.name}_{counter}", amount)
         return result
 
     def check_may_write(self, call: str) -> None:
@@ -163,6 +153,6 @@ class Guard(CallPolicy):
             raise StoreDenied(f"{call}: {_READER}")
 
     def deadline(self, *, walks: bool = False) -> AbstractContextManager[None]:
-        if self._seconds is None:
+        if self.seconds is None:
             return _NOTHING
-        return EndsBy(monotonic() + self._seconds * (_WALK_FACTOR if walks else 1))
+        return EndsBy(monotonic() + self.seconds * (_WALK_FACTOR if walks else 1))

@@ -58,9 +58,9 @@ def test_one_of_a_machines_replicas_sweeps_and_what_the_index_lacks_is_believed_
     )
     run, bounds = AutoSweep._run, iter([1.0 if "sleep" in rebuild else BOUND_S, BOUND_S])
 
-    def bounded(one: AutoSweep, arguments: Any) -> tuple[int, str]:
+    def bounded(one: AutoSweep, *arguments: str) -> tuple[int, str]:
         monkeypatch.setattr("objkv.cache.quota._BOUND_S", next(bounds))
-        return run(one, arguments)
+        return run(one, *arguments)
 
     monkeypatch.setattr(AutoSweep, "_run", bounded)
     caplog.set_level(logging.WARNING)

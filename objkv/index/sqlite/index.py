@@ -463,8 +463,7 @@ class SqliteIndex:
                     (namespace, self._clock(), *wanted, *part),
                 )
                 for prefix_hash, field, value in rows:
-                    # Another program may have stored text: SQLite columns hold any type.
-                    if isinstance(value, bytes) and (shard := decode_shard(value)):
+                    if shard := _shard(value):
                         found.setdefault(prefix_hash, {})[field] = shard
         return [found.get(prefix_hash) for prefix_hash in prefix_hashes]
 
@@ -499,7 +498,6 @@ class SqliteIndex:
     def savings(self) -> list[Savings]:
         with self._file.read() as connection:
             rows = connection.execute("SELECT name, value FROM savings").fetchall()
-        # Another program may have stored text: SQLite columns hold any type.
         return read_savings({str(field): value for field, value in rows if type(value) is int})
 
     def check(self) -> None:
@@ -634,13 +632,17 @@ def _marks(values: Sequence[object]) -> str:
     return f"({','.join('?' * len(values))})"
 
 
+def _shard(value: object) -> ShardRecord | None:
+    # Another program may have stored text: SQLite columns hold any type.
+    return decode_shard(value) if isinstance(value, bytes) else None
+
+
 def _records(rows: Iterable[tuple[Any, ...]], now: float) -> Iterator[Record]:
     """Yield the records of joined rows, without chunks that have no readable shard."""
     chunks: dict[bytes, tuple[Any, ...]] = {}
     shards: dict[bytes, dict[str, ShardRecord]] = {}
     for *chunk, field, value in rows:
-        # Another program may have stored text: SQLite columns hold any type.
-        if isinstance(value, bytes) and (shard := decode_shard(value)):
+        if shard := _shard(value):
             chunks[chunk[0]] = tuple(chunk)
             shards.setdefault(chunk[0], {})[field] = shard
     for prefix_hash, (_, parent, start, end, hits, touched_s, pinned_s) in chunks.items():
