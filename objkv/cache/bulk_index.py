@@ -94,7 +94,7 @@ class BulkIndex:
         for key, entry in stored_payloads(self._store, ""):
             nbytes[key.namespace] += entry.nbytes
             payloads[key.namespace] += 1
-        now_s = int(time.time())
+        now_s = int(self._clock())
         return [Usage(name, nbytes[name], payloads[name], now_s) for name in sorted(payloads)]
 
     def savings(self) -> list[Savings]:
