@@ -149,6 +149,11 @@ class LookupService:
         """See ``StepThread.run``. Exceptions of the job are counted."""
         return self._thread.run(job)
 
+    @property
+    def in_flight(self) -> int:
+        """Jobs that wait or run."""
+        return self._thread.unfinished
+
     def wait(self, seconds: float) -> None:
         self._thread.wait(seconds)
 

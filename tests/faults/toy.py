@@ -62,7 +62,7 @@ class ShakenEngine(Engine):
         """Whether nothing is being looked up, marked as used, or read in the background."""
         is_reading = self.worker.worker.loader.link.leased > 0
         is_fetching = self.agent is not None and self.agent.core.arena_cache.leased() > 0
-        is_looking = self.scheduler.connector.scheduler.lookups._thread.unfinished
+        is_looking = self.scheduler.connector.scheduler.lookups.in_flight
         return not (is_looking or is_reading or is_fetching)
 
     def kept(self) -> int:
