@@ -220,7 +220,7 @@ def _refuse_login(setting: str, login: str | None, tail: str) -> None:
         instead = ", or set redis_username and redis_password" if setting == "index_url" else ""
         raise ValueError(
             "user and password must be percent-encoded (% as %25, / as %2F, ? as %3F, # as %23, "
-            f"@ as %40){instead}"
+            f"@ as %40, [ as %5B){instead}"
         )
 
 
