@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from objkv.config import Config
-from objkv.config.schema import BASIC, SECRET_SETTINGS, TOPICS
+from objkv.config.schema import SECRET_SETTINGS
 from objkv.config.sources import CONFIG_FILE_VARIABLE, ENV_PREFIX
 
 CHART_SCHEMA = Path(__file__).parents[1] / "examples/kubernetes/chart/values.schema.json"
@@ -36,6 +36,30 @@ COLUMNS = """
 | Setting | Type | Default | Meaning |
 |---|---|---|---|
 """
+
+BASIC = frozenset(
+    {
+        *("bulk_url", "index_url", "allow_plaintext", "tenant", "role", "ttl_s", "quota_bytes"),
+        *("s3_endpoint_url", "s3_region", "s3_addressing"),
+        *("s3_access_key_id", "s3_secret_access_key", "redis_username", "redis_password"),
+        *("chunk_tokens", "codec", "load_mode", "save_decode", "pinned_bytes_max", "admission"),
+    }
+)
+"""The settings that a new operator reads first. All others are advanced."""
+TOPICS = {
+    "s3_ca_bundle": "Bulk store",
+    "redis_ca_file": "Redis",
+    "hot_save_bytes_max": "Hot store",
+    "model_id": "Model and weights",
+    "sweep_grace_s": "Eviction",
+    "agent": "Node agent",
+    "lookup_deadline_ms": "Deadlines",
+    "load_threads": "Threads",
+    "at_start": "Failures",
+    "store_tokens": "Audits, signatures and encryption",
+}
+"""Headings for the advanced settings. Each applies from the named setting up to the next heading,
+in the order of ``Config``."""
 
 
 def shown_type(annotation: Any) -> str:

@@ -17,13 +17,13 @@ from objkv.config import (
     node,
     resolve_config,
 )
-from objkv.config.schema import BASIC, TOPICS
 from objkv.config.sources import _SERVICE_LINK
 from objkv.connector.model.weights import local_folder
 from objkv.errors import ConfigError
 from objkv.ops.demo import DemoFolder
 from objkv.redact import without_secrets
 from objkv.telemetry import NullRecorder
+from scripts.write_configuration import BASIC, TOPICS
 
 
 @pytest.fixture

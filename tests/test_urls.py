@@ -8,7 +8,7 @@ from unittest.mock import patch
 from urllib.parse import unquote
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from objkv import redact
@@ -216,6 +216,7 @@ _VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "HTTPS_PROXY", "http_pr
     st.sampled_from(["http://u:{}@127.0.0.1:9", "u:{}@127.0.0.1:9", "https://{}@h"]),
     _PASSWORDS,
 )
+@example("http_proxy", "http://u:{}@127.0.0.1:9", "[777J]")
 @settings(max_examples=20)
 def test_no_part_of_a_password_in_another_variable_is_shown(
     name: str, form: str, password: str

@@ -21,7 +21,7 @@ from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
 from objkv.index.base import PruneIndex, ServerFacts, WriteIndex
 from objkv.index.guarded import INDEX_VERBS, GuardedIndex
 from objkv.index.sqlite.index import SqliteIndex
-from objkv.net.breaker import BreakerLimits, Breakers, OnChange, log_change
+from objkv.net.breaker import BreakerLimits, Breakers
 from objkv.net.guard import Guard
 from objkv.stores.base import HotStore, LifecycleRules, PruneStore
 from objkv.stores.guarded import STORE_VERBS, GuardedStore, GuardedValues
@@ -59,27 +59,27 @@ class Backends(AbstractContextManager["Backends"]):
 
 
 def open_backends(
-    config: Config, recorder: Recorder, *, on_change: OnChange = log_change, of_agent: bool = False
+    config: Config, recorder: Recorder, *, logs: bool = True, of_agent: bool = False
 ) -> Backends:
-    """Open bulk store, index and hot store. ``on_change``: called when a circuit opens or closes.
-    ``of_agent``: whether to fetch with processes of its own. Raises ``ConfigError``."""
-    bulk = open_bulk(config, recorder, on_change=on_change, of_agent=of_agent)
+    """Open bulk store, index and hot store. ``logs``: see ``Breakers``. ``of_agent``: for a node
+    agent, which may fetch with processes of its own. Raises ``ConfigError``."""
+    bulk = open_bulk(config, recorder, logs=logs, of_agent=of_agent)
     place = _index_place(config)
-    guard = _guard("index", config, recorder, on_change)
+    guard = _guard("index", config, recorder, logs=logs)
     index: WriteIndex = GuardedIndex(place, guard)
     if config.index_url.startswith("redis"):
         from objkv.cache.bulk_index import ListedIndex
 
         index = ListedIndex(place, guard, bulk)
-    hot = open_hot(config, recorder, on_change=on_change)
+    hot = open_hot(config, recorder, logs=logs)
     return Backends(bulk, hot, index, None if config.role == "reader" else place)
 
 
 def open_bulk(
-    config: Config, recorder: Recorder, *, on_change: OnChange = log_change, of_agent: bool = False
+    config: Config, recorder: Recorder, *, logs: bool = True, of_agent: bool = False
 ) -> PruneStore:
     """Open the bulk store, guarded. ``of_agent``: see ``open_backends``."""
-    guard = _guard("bulk", config, recorder, on_change)
+    guard = _guard("bulk", config, recorder, logs=logs)
     if config.bulk_url.startswith("file:"):
         return GuardedStore(_folder(config.bulk_url), guard)
     from objkv.assembly.fetchers import open_s3, open_s3_of_agent
@@ -88,9 +88,7 @@ def open_bulk(
     return GuardedStore(place, guard)
 
 
-def open_hot(
-    config: Config, recorder: Recorder, *, on_change: OnChange = log_change
-) -> HotStore | None:
+def open_hot(config: Config, recorder: Recorder, *, logs: bool = True) -> HotStore | None:
     """Open the hot store, or return None without Redis or with ``hot_save_bytes_max`` 0. It is
     guarded like the bulk store, but limited by its connections."""
     if config.hot_save_bytes_max == 0 or not config.index_url.startswith("redis"):
@@ -101,7 +99,7 @@ def open_hot(
     client = connect_redis(config)
     # Next to the index's own keys, so that one ACL pattern covers all.
     place = RedisStore(client, prefix=f"{config.redis_prefix}:p:", ttl_s=config.ttl_s)
-    return GuardedValues(place, _guard("hot", config, recorder, on_change))
+    return GuardedValues(place, _guard("hot", config, recorder, logs=logs))
 
 
 def read_s(config: Config) -> float:
@@ -115,11 +113,9 @@ def call_s(config: Config) -> float:
     return CONNECT_FLOOR_S + 2 * read_s(config)
 
 
-def open_index(
-    config: Config, recorder: Recorder, *, on_change: OnChange = log_change
-) -> WriteIndex:
+def open_index(config: Config, recorder: Recorder, *, logs: bool = True) -> WriteIndex:
     """Open the index alone, guarded."""
-    return GuardedIndex(_index_place(config), _guard("index", config, recorder, on_change))
+    return GuardedIndex(_index_place(config), _guard("index", config, recorder, logs=logs))
 
 
 def read_lifecycle(config: Config) -> LifecycleRules | None:
@@ -184,14 +180,14 @@ def within(seconds: float, check: Callable[[], None]) -> None:
     outcome.result()
 
 
-def _guard(end: str, config: Config, recorder: Recorder, on_change: OnChange) -> Guard:
+def _guard(end: str, config: Config, recorder: Recorder, *, logs: bool) -> Guard:
     # Loads near their deadline have less time; all others detect a stalled store.
     enough_s = min(1.0, config.load_deadline_ms / 2000, config.step_load_deadline_ms / 2000)
     return Guard(
         end,
         INDEX_VERBS if end == "index" else STORE_VERBS,
         recorder,
-        Breakers(end, BreakerLimits(enough_s=enough_s), recorder, on_change=on_change),
+        Breakers(end, BreakerLimits(enough_s=enough_s), recorder, logs=logs),
         seconds=None if end == "bulk" else call_s(config),  # those have deadlines of their own
         may_write=config.role != "reader",
     )

@@ -31,9 +31,7 @@ a provider that always blocks costs few threads."""
 class RenewedCredentials(CredentialProvider):
     """Calls ``factory``'s provider for logins, which share a call, on a thread. Thread-safe."""
 
-    def __init__(self, factory: Callable[[], Any], login_s: float, *, name: str) -> None:
-        """``login_s``: how long a connection may keep its login."""
-        self.login_s = login_s
+    def __init__(self, factory: Callable[[], Any], *, name: str) -> None:
         self._factory, self._name = factory, name
         self._lock = Lock()
         self._provider: Any = None
@@ -97,7 +95,7 @@ class RenewedCredentials(CredentialProvider):
 
 
 @lru_cache(maxsize=8)
-def load_credentials(name: str, login_s: float) -> RenewedCredentials:
+def load_credentials(name: str) -> RenewedCredentials:
     """Return the credentials of ``name``, ``module:factory``. All clients of a process share them,
     because a provider may cache its tokens. Calls nothing yet. Raises ``ConfigError``."""
     module, _, attribute = name.partition(":")
@@ -109,4 +107,4 @@ def load_credentials(name: str, login_s: float) -> RenewedCredentials:
         raise ConfigError(f"redis_credentials {name!r} cannot be imported: {reason}") from None
     if not callable(factory):
         raise ConfigError(f"redis_credentials {name!r} is not callable")
-    return RenewedCredentials(factory, login_s, name=name)
+    return RenewedCredentials(factory, name=name)

@@ -2,17 +2,15 @@
 
 A load takes the latency of each store it uses, plus its bytes at that store's speed. Computing
 takes a measured time per token. A match that loads more slowly is refused; if only its tail does,
-the head is loaded. While there are few measurements everything is loaded, which produces them. Now
-and then a load that should lose is admitted, because stores and networks recover.
+the head is loaded. With few measurements everything is loaded, which produces them. Now and then a
+load that should lose is admitted, because stores and networks recover.
 
-All estimates are medians of the last few observations. Refused loads are hardly measured, so one
-bad load must not suffice to refuse the next ones, and a few good ones must suffice to admit them
-again. Attention makes a later token more expensive than an early one. The estimate ignores this,
-which slightly favours computing on very long prompts.
+Estimates are medians of the last few observations: refused loads are hardly measured, so one bad
+load must not refuse the next ones, and a few good ones must admit them again. That attention makes
+later tokens more expensive is ignored, which favours computing on very long prompts.
 
-All requests that wait behind a computing request wait for its result, while loads run in parallel
-with the model. So the more requests wait, the more time a load saves (``docs/scaling.md`` shows the
-cost of ignoring them).
+The requests behind a computing one wait for it, while loads run in parallel with the model. So the
+more requests wait, the more time a load saves (``docs/scaling.md``).
 """
 
 import logging
@@ -30,20 +28,20 @@ Tier = Literal["hot", "bulk"]
 Mode = Literal["auto", "always", "never"]
 
 OBSERVATIONS_MIN = 3
-"""Number of loads from a tier, or of steps, before their estimates are used."""
+"""Number of loads from a tier, or of steps, from which their estimates are used."""
 STEP_TOKENS_MIN = 64
 """A step with fewer tokens measures the time of a step, not of a token."""
 RETRY_S = 30.0
-"""After this time without a load from a tier, the next one is admitted."""
+"""After this time without a load from a tier the next one is admitted."""
 
 
 class ChunkSize(NamedTuple):
     """Size of one chunk of a match."""
 
     nbytes: int
-    """Size of this worker's payloads, as stored."""
+    """Of this worker's payloads, as stored."""
     tokens: int
-    """Number of tokens that need not be computed."""
+    """That need not be computed."""
     tier: Tier
 
 
@@ -76,8 +74,7 @@ class _TierCost:
 
 
 class AdmissionPolicy:
-    """Decides about loads, and learns from them. Only the scheduler's thread uses it. Never
-    waits."""
+    """Decides about loads, and learns from them. For the scheduler's thread. Never waits."""
 
     def __init__(
         self,
@@ -115,8 +112,8 @@ class AdmissionPolicy:
         return prefill.seconds_per_unit if prefill.count >= OBSERVATIONS_MIN else None
 
     def admit(self, chunks: Sequence[ChunkSize], *, waiting: int = 0) -> int:
-        """Return how many leading chunks to load: the number that saves the most time for this
-        request and the ``waiting`` requests behind it."""
+        """Return how many leading chunks to load: what saves most time for this request and those
+        ``waiting`` behind it."""
         if (decided := self.decided) is not None or not chunks:
             return len(chunks) if decided else 0
         if self._is_due(chunks):

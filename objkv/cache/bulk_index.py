@@ -1,9 +1,8 @@
 """An index without its own storage: a chunk is stored if its payload's file exists in the folder.
 
-For a shared folder without any other service, including network file systems, where SQLite must not
-be used. It costs more than other indexes: a lookup checks every payload's file, and operators'
-queries read every header. Nothing expires and no hits are counted. Pins are in the documents of
-``objkv.cache.pins``.
+For shared folders, including network file systems, where SQLite must not be used. It costs more
+than others: a lookup checks every payload's file, and operators' queries read every header. Nothing
+expires and no hits are counted. Pins are in the documents of ``objkv.cache.pins``.
 
 Also an index whose records are found by listing the bulk store where the server refuses to scan
 keys.
@@ -14,7 +13,6 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import groupby, islice
 from typing import Final
 
@@ -52,9 +50,8 @@ MISSING_UNSEEN: Final = (
 class BulkIndex:
     """Implements ``PruneIndex`` over the payloads of ``store``, which it closes.
 
-    ``find`` returns only values from a payload's file: ``raw_bytes`` is its length, and
-    ``header_checksum`` a digest of its length and age. Every request for a lease succeeds, because
-    the store lets one writer win.
+    ``find`` returns only what a payload's file shows: ``raw_bytes`` is its length, and
+    ``header_checksum`` a digest of its length and age.
     """
 
     def __init__(self, store: PruneStore, *, clock: Callable[[], float] = time.time) -> None:
@@ -62,21 +59,15 @@ class BulkIndex:
         self._clock = clock
 
     def lookup(self, namespace: str, prefix_hashes: Sequence[bytes]) -> list[Record | None]:
-        """See ``ReadIndex``. Reads the header of every payload of these chunks."""
+        """Reads the header of every payload of these chunks."""
         pins = read_pins(self._store, namespace)
-        return [
-            record and self._pinned(record, pins)
-            for record in (
-                next(self._records(_folder(namespace, prefix_hash)), None)
-                for prefix_hash in prefix_hashes
-            )
-        ]
+        return [next(self._records(_folder(namespace, one), pins), None) for one in prefix_hashes]
 
     def find(
         self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
     ) -> list[ShardRecords | None]:
-        """See ``ReadIndex``. Checks each payload's file. Stops at the first missing chunk, as every
-        match does, and returns None for the later ones."""
+        """Checks each payload's file. Stops at the first missing chunk, as every match does, and
+        returns None for the later ones."""
         found: list[ShardRecords | None] = [None] * len(prefix_hashes)
         for place, prefix_hash in enumerate(prefix_hashes):
             shards = {
@@ -90,22 +81,20 @@ class BulkIndex:
         return found
 
     def scan(self, namespace: str) -> Iterator[Record]:
-        """See ``ReadIndex``. Reads the header of every payload."""
-        pins = read_pins(self._store, namespace)
-        for record in self._records(f"{namespace}/"):
-            yield self._pinned(record, pins)
+        """Reads the header of every payload."""
+        yield from self._records(f"{namespace}/", read_pins(self._store, namespace))
 
     def namespaces(self) -> list[str]:
-        """See ``ReadIndex``. Walks the whole store."""
+        """Walks the whole store."""
         return sorted({key.namespace for key, _ in stored_payloads(self._store, "")})
 
     def usage(self) -> list[Usage]:
-        """See ``ReadIndex``. Walks the whole store, and counts exactly."""
+        """Walks the whole store, and counts exactly."""
         nbytes, payloads = Counter[str](), Counter[str]()
         for key, entry in stored_payloads(self._store, ""):
             nbytes[key.namespace] += entry.nbytes
             payloads[key.namespace] += 1
-        now_s = int(time.time())
+        now_s = int(self._clock())
         return [Usage(name, nbytes[name], payloads[name], now_s) for name in sorted(payloads)]
 
     def savings(self) -> list[Savings]:
@@ -113,20 +102,13 @@ class BulkIndex:
         return []
 
     def check(self) -> None:
-        """See ``ReadIndex``."""
         self._store.check()
 
     def close(self) -> None:
-        """See ``ReadIndex``."""
         self._store.close()
 
     def publish(
-        self,
-        chunk: ChunkEntry,
-        shards: Mapping[str, ShardRecord],
-        *,
-        ttl_s: int,
-        lease: Lease | None = None,
+        self, chunk: ChunkEntry, shards: ShardRecords, *, ttl_s: int, lease: Lease | None = None
     ) -> None:
         """Does nothing: payloads are found by their files."""
 
@@ -137,9 +119,8 @@ class BulkIndex:
         """Does nothing, see ``savings``."""
 
     def forget(self, namespace: str, prefix_hash: bytes, field: str, expected: ShardRecord) -> bool:
-        """Delete the payload that ``expected`` describes. Its reader could not use it, and only
-        deleting it keeps other readers from finding it. A payload that was rewritten meanwhile
-        stays, unless that happened within this call."""
+        """Delete the payload that ``expected`` describes, which is the only way to keep other
+        readers from finding it. One that was rewritten before this call stays."""
         path = payload_path(namespace, prefix_hash, field)
         entry = self._store.head(path)
         if entry is None:
@@ -151,7 +132,7 @@ class BulkIndex:
         return self._store.delete(path)
 
     def lease(self, name: str, owner: str, *, ttl_ms: int) -> bool:
-        """Return True: two savers of one chunk write the same, and the store keeps the first."""
+        """Return True: two savers write the same, and the store keeps the first."""
         return True
 
     def release(self, name: str, owner: str) -> None:
@@ -165,12 +146,11 @@ class BulkIndex:
         return [False] * len(names)
 
     def pin(self, namespace: str, prefix_hash: bytes, *, until_s: int, ttl_s: int) -> bool:
-        """Return whether the chunk exists. The caller writes the pin's document, which is the only
-        record of a pin."""
+        """Return whether the chunk exists. Its caller writes the only record, the document."""
         return any(stored_payloads(self._store, _folder(namespace, prefix_hash)))
 
     def drop(self, namespace: str, prefix_hash: bytes) -> bool:
-        """See ``PruneIndex``. Deletes the payloads."""
+        """Deletes the payloads."""
         payloads = list(stored_payloads(self._store, _folder(namespace, prefix_hash)))
         deleted = [self._store.delete(entry.key) for _, entry in payloads]
         return any(deleted)
@@ -178,11 +158,7 @@ class BulkIndex:
     def set_usage(self, usage: Usage) -> None:
         """Does nothing: ``usage`` counts exactly."""
 
-    def _pinned(self, record: Record, pins: Mapping[bytes, int]) -> Record:
-        until_s = pins.get(record.prefix_hash, 0)
-        return replace(record, pinned_until_s=until_s) if until_s > self._clock() else record
-
-    def _records(self, prefix: str) -> Iterator[Record]:
+    def _records(self, prefix: str, pins: Mapping[bytes, int]) -> Iterator[Record]:
         payloads = stored_payloads(self._store, prefix)
         for prefix_hash, chunk in groupby(payloads, lambda found: found[0].prefix_hash):
             shards, claim = {}, None
@@ -191,8 +167,15 @@ class BulkIndex:
                 if header is not None and header.claim.key == key:
                     shards[key.field], claim = shard_record(header), header.claim
             if claim is not None:
-                start, end = claim.token_start, claim.token_end
-                yield Record(prefix_hash, claim.parent_hash, start, end, shards)
+                until_s = pins.get(prefix_hash, 0)
+                yield Record(
+                    prefix_hash,
+                    claim.parent_hash,
+                    claim.token_start,
+                    claim.token_end,
+                    shards,
+                    pinned_until_s=until_s if until_s > self._clock() else 0,
+                )
 
 
 def _folder(namespace: str, prefix_hash: bytes) -> str:
@@ -212,7 +195,6 @@ def _of_file(entry: Entry) -> ShardRecord:
 
 
 def _header(store: ReadStore, entry: Entry) -> Header | None:
-    """Return the payload's header, or None if it is missing, damaged or truncated."""
     try:
         return stored_header(store, entry, None)
     except PayloadError:
@@ -225,13 +207,11 @@ def is_listed(index: object) -> bool:
 
 
 class ListedIndex(GuardedIndex):
-    """A guarded index that lists ``bulk`` once the server has refused a scan. Does not close
-    ``bulk``.
+    """A guarded index that lists ``bulk`` once the server has refused a scan.
 
     Only the role sweeper may scan a Redis, because that shows the keys of other tenants. Every role
-    may list its own prefix of the bulk store and look chunks up, so every command that reads works
-    with a reader's rights. Such a command does not see records whose payloads are gone, and logs
-    that once.
+    may list its own prefix of the bulk store and look chunks up, so commands that read work with a
+    reader's rights. They do not see records whose payloads are gone, and log that once.
     """
 
     def __init__(self, inner: WriteIndex, guard: CallPolicy, bulk: ReadStore) -> None:
@@ -240,7 +220,7 @@ class ListedIndex(GuardedIndex):
         self.is_denied = False
 
     def scan(self, namespace: str) -> Iterator[Record]:
-        """See ``ReadIndex``. From a listing, yields each chunk that has a payload and a record."""
+        """From a listing, yields each chunk that has a payload and a record."""
         if not self.is_denied:
             try:
                 yield from super().scan(namespace)
@@ -253,7 +233,6 @@ class ListedIndex(GuardedIndex):
             yield from filter(None, self.lookup(namespace, batch))
 
     def namespaces(self) -> list[str]:
-        """See ``ReadIndex``. From a listing, returns the namespaces of the bulk store."""
         if not self.is_denied:
             try:
                 return list(super().namespaces())

@@ -1,8 +1,8 @@
 """Reads and writes of payloads over bulk store, hot store and index, in a safe order.
 
-A save writes the bulk store first, then the hot store, and the index record last. A forget removes
-the index record first. So a crash leaves orphans, but never a record of an unreadable payload. The
-bulk store is authoritative: a hot copy is a shortcut, and an unreachable index costs sharing, not
+A save writes the bulk store first, then the hot store, and the index record last; a forget begins
+with the record. So a crash leaves orphans, but never a record of an unreadable payload. The bulk
+store is authoritative: a hot copy is a shortcut, and a missing index costs sharing, not
 correctness.
 """
 
@@ -54,9 +54,8 @@ class _Paths:
 
 
 class HotCopies:
-    """The hot copies of payloads, by path: small ones are written there, too, when they are saved.
-    They are shortcuts that may disappear at any time. Errors of the hot store are counted and
-    treated as missing copies, never raised. Thread-safe."""
+    """The hot copies of small payloads, by path. Errors of the hot store are counted and treated as
+    missing copies, never raised. Thread-safe."""
 
     def __init__(self, store: HotStore | None, bytes_max: int, recorder: Recorder) -> None:
         """``bytes_max``: larger payloads have no copy."""
@@ -68,12 +67,9 @@ class HotCopies:
     def get_into(
         self, path: str, buffer: memoryview, arrived: Arrived | None, start: int | None
     ) -> int | None:
-        """Read a promised copy into ``buffer``, see ``ReadStore``. Return None if the caller must
-        read bulk.
-
-        Progress is reported as 0, and as complete at the end: if the hot store fails halfway, bulk
-        overwrites the buffer, and no lane may be copying reported bytes then.
-        """
+        """Read a promised copy, see ``ReadStore``. Return None if the caller must read bulk: it
+        then overwrites the buffer, and no lane may be copying reported bytes. So progress is
+        reported only as 0, and as complete at the end."""
         if self._store is None or path in self._distrusted:
             return None
         waits = None if arrived is None else lambda _: arrived(0)
@@ -88,8 +84,7 @@ class HotCopies:
         return nbytes
 
     def distrust(self, path: str) -> None:
-        """Do not read this copy again until this process has made another, whatever a record
-        promises: the payload was corrupt. The bulk store's payload may be intact."""
+        """Do not read this copy, which was corrupt, until this process has made another."""
         self._distrusted.add(path)
 
     def has(self, path: str, nbytes: int) -> bool:
@@ -121,11 +116,8 @@ _HEADER_GUESS = 16 << 10
 
 
 def stored_header(bulk: ReadStore, entry: Entry, seal: Seal | None) -> Header | None:
-    """Return the header of a payload, None if the payload is gone.
-
-    Raises ``PayloadError`` unless its checksum or seal and its length are correct. The caller must
-    compare its claim.
-    """
+    """Return the header of a payload, None if that is gone. Raises ``PayloadError`` unless its
+    checksum or seal and its length are correct. The caller must compare its claim."""
     start = bulk.get(entry.key, 0, _HEADER_GUESS)
     if start is not None and (needed := header_bytes_needed(start)) > _HEADER_GUESS:
         start = bulk.get(entry.key, 0, needed)
@@ -148,17 +140,15 @@ def stored_payloads(bulk: ReadStore, prefix: str) -> Iterator[tuple[ChunkKey, En
 
 
 KEEP_S = 30.0
-"""After a save the same chunk is not saved again for this time, because requests that were looked
-up before it may still be queued. The cost: if the payload vanishes, its next save is delayed too.
-"""
+"""How long a chunk is not saved again: requests that were looked up before its save may be
+queued."""
 
 
 class InFlightSaves:
-    """Chunks that this process is saving or has just saved, so that it does not save them twice.
+    """Chunks that this process is saving or has just saved. Bounded and thread-safe.
 
     Prompts that arrive together share prefixes that are not stored yet. Each was looked up before
     the first of them was saved, and would otherwise gather, encode and upload the same chunks.
-    Bounded and thread-safe.
     """
 
     def __init__(self, *, clock: Callable[[], float] = monotonic) -> None:
@@ -167,11 +157,10 @@ class InFlightSaves:
         self._saved = _Paths(clock)
 
     def __len__(self) -> int:
-        """How many are being saved now."""
         return len(self._under_way)
 
     def begin(self, path: str) -> bool:
-        """Return whether to save ``path`` now. If True, the caller must call ``end``."""
+        """Return whether to save ``path`` now; then the caller must call ``end``."""
         with self._lock:
             if path in self._under_way or path in self._saved:
                 return False
@@ -187,7 +176,6 @@ class InFlightSaves:
         return path in self._saved
 
     def end(self, path: str) -> None:
-        """End the save that ``begin`` allowed, whatever its outcome."""
         with self._lock:
             self._under_way.discard(path)
 
@@ -198,7 +186,7 @@ class InFlightSaves:
 
 LEASE_MS: Final = 30_000
 """How long a process may take to save a chunk before others do it too: several times what a put
-takes. If the process was killed, nothing saves it meanwhile."""
+takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,20 +216,17 @@ class ChunkCache:
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self.seal = seal
-        """Seals payloads, and is required to use them; None if they are not sealed."""
+        """Required to write and read payloads; None if they are not sealed."""
         self._bulk = bulk
         self._room = room
         self.hot = HotCopies(hot, settings.hot_save_bytes_max, recorder)
-        """Where to look first for payloads whose records promise a copy."""
         self._index = index
         self._settings = settings
         self._recorder = recorder
         self._suspects = _Paths()
         self._clock = clock
         self.in_flight = InFlightSaves()
-        """Payloads that this process is saving, or has just saved and published."""
         self.link = LinkSpeed()
-        """Recent speed of puts and gets of the bulk store."""
 
     def get_into(
         self,
@@ -250,8 +235,7 @@ class ChunkCache:
         arrived: Arrived | None = None,
         start: int | None = None,
     ) -> int | None:
-        """Read the payload, or the part from ``start`` that fits, into ``buffer``: see
-        ``ReadStore``. The result is unverified; the caller opens the payload."""
+        """Read the payload, or a part, see ``ReadStore``. The caller verifies it."""
         return self._bulk.get_into(key.path(), buffer, arrived, start)
 
     def has_room(self) -> bool:
@@ -259,8 +243,8 @@ class ChunkCache:
         return self._room is None or self._room.has_room()
 
     def take_lease(self, path: str) -> bool:
-        """Return whether this process may save a payload now. If the index fails the result is
-        True: a duplicate is harmless, and the bulk store is authoritative."""
+        """Return whether this process may save a payload now; also if the index fails, because a
+        duplicate is harmless."""
         try:
             return self._index.lease(path, self._settings.writer, ttl_ms=self._settings.lease_ms)
         except StoreError:
@@ -269,15 +253,15 @@ class ChunkCache:
 
     def release_lease(self, path: str) -> None:
         """Give the lease of a save that failed back early, so that another process can save the
-        payload. If that fails, it expires."""
+        payload; otherwise it expires."""
         try:
             self._index.release(path, self._settings.writer)
         except StoreError:
             self._recorder.count("lease_errors")
 
     def record_sightings(self, paths: Sequence[str]) -> list[bool]:
-        """Record that payloads were made, and return for each whether one of the fleet had made it
-        before, see ``WriteIndex.record_sightings``. If the index fails, none was."""
+        """Return for each payload whether it was made before, see ``WriteIndex``; if the index
+        fails, none was."""
         if not paths:
             return []
         try:
@@ -287,22 +271,21 @@ class ChunkCache:
             return [False] * len(paths)
 
     def flush_totals(self) -> None:
-        """Have the index send its totals, see ``WriteIndex.flush``. If that fails, it does so
-        later."""
+        """Have the index send its totals, see ``WriteIndex.flush``."""
         with suppress(StoreError):
             self._index.flush()
 
     def record_of(self, key: ChunkKey) -> ShardRecord | None:
-        """Return the index's record of a payload. Raises ``StoreError``."""
+        """Raises ``StoreError``."""
         (shards,) = self._index.find(key.namespace, [key.prefix_hash], (key.field,))
         return None if shards is None else shards.get(key.field)
 
     def save(self, path: str, payload: Buffer, header: Header) -> bool:
-        """Store ``payload``, whose path and header are given, then publish its record, which gives
-        the lease back. Call it while holding that. No reference to ``payload`` is kept. Return
-        False if another writer's payload already existed, whose record is published then.
+        """Store ``payload``, then publish its record, which gives back the lease that the caller
+        holds. No reference to ``payload`` is kept. Return False if another writer's payload already
+        existed, whose record is published then.
 
-        Raises ``StoreError`` if the bulk store fails; no record is published then, and the lease is
+        Raises ``StoreError`` if the bulk store fails. No record is published then, and the lease is
         still held.
         """
         if path in self._suspects:
@@ -326,11 +309,8 @@ class ChunkCache:
             self._room.close()
 
     def reject(self, key: ChunkKey, record: ShardRecord | None, *, corrupt: bool) -> None:
-        """Forget the ``record`` of ``key``, if there is one, because the payload was missing or
-        ``corrupt``. Never raises.
-
-        The next save of a corrupt payload by this process replaces it.
-        """
+        """Forget the ``record``, if any, of a payload that was missing or ``corrupt``. This
+        process's next save replaces a corrupt one. Never raises."""
         path = key.path()
         self.in_flight.forget(path)
         if corrupt:
@@ -352,8 +332,8 @@ class ChunkCache:
         return written
 
     def _existing(self, path: str, claim: Claim) -> Header | None:
-        """Return the header of the payload stored for ``claim``. None if it is unusable: truncated,
-        of another claim, or not sealed as required. Does not check its frames."""
+        """Return the stored payload's header; None if it is truncated, of another claim, or not
+        sealed as required. Does not check its frames."""
         entry = self._bulk.head(path)
         try:
             header = None if entry is None else stored_header(self._bulk, entry, self.seal)
@@ -377,8 +357,7 @@ class ChunkCache:
 def publish_record(
     index: WriteIndex, header: Header, *, hot: bool, ttl_s: int, lease: Lease | None = None
 ) -> None:
-    """Publish the record of a payload in the bulk store, from its header. See
-    ``WriteIndex.publish``."""
+    """Publish the record of a stored payload. See ``WriteIndex.publish``."""
     claim, key = header.claim, header.claim.key
     chunk = ChunkEntry(
         key.namespace, key.prefix_hash, claim.parent_hash, claim.token_start, claim.token_end
@@ -387,7 +366,6 @@ def publish_record(
 
 
 def shard_record(header: Header, *, hot: bool = False) -> ShardRecord:
-    """Return the index record of a payload, computed from its header."""
     return ShardRecord(
         nbytes=header.nbytes,
         raw_bytes=header.raw_bytes,

@@ -1,8 +1,8 @@
 """Chooses, per chunk, the codec that makes later loads fastest, from measurements on this machine.
 
-A load is modelled as a pipeline of two stages: while one layer is decoded, the next is on the wire.
-Per raw byte the wire needs ``1 / (ratio * link)`` seconds and the decoder ``decode`` seconds. The
-slower stage sets the pace. The other one adds its time for a single layer::
+A load is a pipeline: while one layer is decoded, the next is on the wire. Per raw byte the wire
+needs ``1 / (ratio * link)`` seconds and the decoder ``decode`` seconds. The slower stage sets the
+pace, and the other adds its time for a single layer::
 
     seconds = max(wire, decode) + min(wire, decode) / layers        without codec: 1 / link
 
@@ -32,13 +32,10 @@ SAMPLE_EVERY: Final = 32
 SAMPLE_BYTES_MAX: Final = 1 << 20
 """Most bytes of a layer's pages in one sample."""
 SHARE_MAX: Final = 0.02
-"""Largest share of the saving time that sampling may take. The first sample of a candidate is not
-limited."""
+"""Of the time of saves, for sampling after the first sample of each candidate."""
 _SAMPLES = 5
-"""Samples kept per candidate. Their median is used, so that one pause of the machine has no
-effect."""
+"""Kept per candidate. Their median counts, so that one pause of the machine has no effect."""
 _KINDS_MAX = 256
-"""Kinds of chunks that are measured; the oldest is forgotten."""
 _LINK_MAX = 8e9
 """Bytes/s. No codec decodes faster, so nothing is sampled at a faster link."""
 
@@ -59,10 +56,8 @@ class _DataKind:
 
 
 def load_seconds(link: float, ratio: float, decode_s: float, layers: int) -> float:
-    """Return the seconds per raw byte of a load in the model above.
-
-    ``link`` in bytes/s, ``decode_s`` in seconds per raw byte, 0 without codec.
-    """
+    """Return the seconds per raw byte of a load in the model above. ``link`` is in bytes/s,
+    ``decode_s`` in seconds per raw byte."""
     wire = 1 / (ratio * link)
     return max(wire, decode_s) + min(wire, decode_s) / layers
 
@@ -84,13 +79,8 @@ class CodecChooser:
         self._scratch = np.zeros(0, dtype=np.uint8)
 
     def choose(self, kind: Hashable, layers: Sequence[LayerSpec], pages: memoryview) -> str:
-        """Choose the codec for one chunk.
-
-        Args:
-            kind: namespace and KV cache group. Each is measured separately, because their data
-                differ.
-            pages: the raw bytes of all layers, one after the other. Only read, and not kept.
-        """
+        """Choose the codec for one chunk. ``kind``: namespace and KV cache group, which are
+        measured separately. ``pages``: raw bytes of all layers, one after the other; not kept."""
         link = self._link()
         with self._lock:
             while len(self._kinds) >= _KINDS_MAX and kind not in self._kinds:
@@ -104,7 +94,7 @@ class CodecChooser:
         return self._best(one, link, len(layers))
 
     def saved(self, seconds: float) -> None:
-        """Record the time of a save, including its encoding. It bounds the time for sampling."""
+        """Record the time of a save and its encoding, which bounds that for sampling."""
         with self._lock:
             self._saving_s += seconds
 

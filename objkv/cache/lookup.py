@@ -1,14 +1,15 @@
 """Background lookups, memoised per request, bounded, with a deadline.
 
 ``ask`` never waits and does no work on the prompt. It returns None ("retry later") until the index
-has replied or the deadline has passed. From then on it returns the same answer; if the prompt
-grows, only its new part is looked up. A failed, late or refused lookup is "no match".
+has replied or the deadline has passed, and then the same answer; if the prompt grows, only its new
+part is looked up. A failed, late or refused lookup is "no match".
 """
 
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from itertools import takewhile
 from math import inf
 from time import monotonic
 from typing import Final, Protocol
@@ -24,30 +25,29 @@ logger = logging.getLogger(__name__)
 Records = tuple[ShardRecords | None, ...]
 """The found shards of each chunk of a prompt, in order."""
 _ANSWER_S = 2.0
-"""An agent answers within microseconds, unless it is stopped, its index is down, or the machine is
-very busy."""
+"""An agent takes microseconds, unless it is stopped, its index is down, or the machine very
+busy."""
 _CLOSE_S_MAX = 5.0
 _IN_TIME_S = 10.0
-"""Lookups work again when none was late for this time: otherwise two lines per request would say
-that some are late."""
+"""Lookups work again when none was late for this time: a log must not have two lines per
+request."""
 
 
 class Hashes(Protocol):
     """The prefix hashes of a prompt, possibly not computed yet."""
 
     def __len__(self) -> int:
-        """Return their number, without computing them."""
+        """Computes none."""
 
     def __getitem__(self, chunks: slice, /) -> Sequence[bytes]:
-        """Return some of them. May take long; called only on the lookup thread."""
+        """May take long; called only on the lookup thread."""
 
 
 LOOKUP_TTL_S: Final = 30.0
-"""How long an answer of the index is believed. What an agent learns of ends it earlier, and a chunk
-that another process removed costs a failed load."""
+"""How long an answer is believed. What an agent learns of ends it earlier; a chunk that another
+process removed costs a failed load."""
 LOOKUP_QUEUE_MAX: Final = 1024
-"""Four times the requests that vLLM runs at once. An index that is so far behind answers none of
-them within its deadline."""
+"""Four times the requests that vLLM runs at once. With more, none is answered in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +55,11 @@ class LookupLimits:
     """Limits of time, number and age."""
 
     deadline_s: float
-    """After this time a lookup counts as a miss. ``close`` waits this long for lookups in flight,
-    at most 5 s."""
+    """After this time a lookup is a miss. ``close`` waits this long, at most 5 s."""
     queue_max: int = LOOKUP_QUEUE_MAX
-    """Maximum number of jobs that wait or run."""
+    """Of jobs that wait or run."""
     age_max_s: float = inf
-    """If a request still waits this long after its answer, the lookup is repeated."""
+    """If a request waits this long after its answer, the lookup is repeated."""
 
 
 @dataclass(slots=True)
@@ -120,16 +119,15 @@ class LookupService:
     def ask(
         self, request_id: str, namespace: str, hashes: Hashes, trace: str | None = None
     ) -> Records | None:
-        """Return the found shards of each chunk in order, or None while the lookup is in flight.
-        ``trace``: the trace that the lookup belongs to."""
+        """Return the found shards of each chunk in order, or None while the lookup is in flight."""
         memo = self._memos.get(request_id)
         if memo is None:
-            return self._start(request_id, namespace, hashes, trace=trace).answer
+            return self._start(request_id, namespace, hashes, trace, ()).answer
         if (answer := memo.answer) is not None:
             if self._clock() - memo.answered_at > self._limits.age_max_s:
-                memo = self._start(request_id, namespace, hashes, trace=trace)
+                memo = self._start(request_id, namespace, hashes, trace, ())
             elif len(hashes) > memo.count:
-                memo = self._start(request_id, namespace, hashes, answer, trace=trace)
+                memo = self._start(request_id, namespace, hashes, trace, answer)
         if memo.answer is None:
             self._poll(memo)
         return memo.answer
@@ -141,12 +139,10 @@ class LookupService:
             self._thread.cancel(memo.future)
 
     def deadline(self) -> float:
-        """Return the time, on this service's clock, until which a lookup started now is worth
-        waiting for."""
+        """Return the time, for ``is_late``, until which a lookup that starts now is waited for."""
         return self._clock() + self._limits.deadline_s
 
     def is_late(self, deadline: float) -> bool:
-        """Whether ``deadline`` has passed."""
         return self._clock() >= deadline
 
     def submit(self, job: Callable[[], Steps[None] | None]) -> bool:
@@ -159,12 +155,11 @@ class LookupService:
         return self._thread.unfinished
 
     def wait(self, seconds: float) -> None:
-        """See ``StepThread``."""
         self._thread.wait(seconds)
 
     def wait_for(self, request_id: str, seconds: float) -> bool:
-        """Block at most ``seconds`` until the request's pending lookup finishes. Return whether it
-        has, False if none is pending. Other threads run meanwhile."""
+        """Block at most ``seconds`` until the request's pending lookup finishes. Return whether one
+        has."""
         memo = self._memos.get(request_id)
         if memo is None or memo.future is None:
             return False
@@ -175,13 +170,7 @@ class LookupService:
         self._thread.close(min(self._limits.deadline_s, _CLOSE_S_MAX))
 
     def _start(
-        self,
-        request_id: str,
-        namespace: str,
-        hashes: Hashes,
-        known: Records = (),
-        *,
-        trace: str | None,
+        self, request_id: str, namespace: str, hashes: Hashes, trace: str | None, known: Records
     ) -> _Memo:
         started = self._clock()
         memo = _Memo(known, len(hashes), started + self._limits.deadline_s)
@@ -244,8 +233,7 @@ class LookupService:
 
 
 def _decode(found: Sequence[ShardRecords | None]) -> None:
-    """Have an index that decodes shards when they are read decode them now. The scheduler's thread
-    would take milliseconds for a long prompt."""
+    """Decode shards here: the scheduler's thread would take milliseconds for a long prompt."""
     for shards in found:
         if shards is None:
             return  # a match ends here
@@ -267,13 +255,12 @@ class RecordIndex(FindIndex, Protocol):
 
 
 class OtherShapesIndex:
-    """Finds payloads that have only a part of a group, too, which a reader cannot ask for by name.
-    Implements ``FindIndex``. For one thread, which may have begun several lookups.
+    """Finds payloads that have only a part of a group, too. Implements ``FindIndex``. For one
+    thread, which may have begun several lookups.
 
-    Lookups ask for payloads with all of a group. A replica on several nodes writes one per node,
-    whose names depend on its shape. So the whole record of the first chunk that lacks something is
-    read too, and the chunks from there on are looked up by the names in it. Where nothing is stored
-    in parts, that is one more small call per ``again_s``.
+    A replica on several nodes writes one per node, whose names depend on its shape. So the whole
+    record of the first chunk that lacks something is read, and the chunks from there on are looked
+    up by the names in it. Where nothing is in parts, that is a small call more per ``again_s``.
     """
 
     def __init__(
@@ -284,10 +271,8 @@ class OtherShapesIndex:
         again_s: float = _AGAIN_S,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """Args:
-        is_stored: whether shards have everything that a reader needs of a chunk.
-        again_s: for how long no record is read after one without parts that help.
-        """
+        """``is_stored``: whether shards have everything that a reader needs of a chunk.
+        ``again_s``: how long no record is read after one without parts that help."""
         self._inner, self._is_stored = inner, is_stored
         self._again_s, self._clock = again_s, clock
         self._namespace = ""
@@ -297,8 +282,8 @@ class OtherShapesIndex:
     def find(
         self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
     ) -> Steps[list[ShardRecords | None]]:
-        """Find ``fields``, and the parts of leading chunks that lack something. If those are of
-        several shapes that were not met before, only up to the second of them."""
+        """Find ``fields``, and the parts of leading chunks that lack something: up to the second
+        shape that was not met before."""
         found = list((yield from in_steps(self._inner.find(namespace, prefix_hashes, fields))))
         if namespace != self._namespace:
             self._namespace, self._parts, self._due = namespace, (), -inf
@@ -325,7 +310,7 @@ class OtherShapesIndex:
         prefix_hashes: Sequence[bytes],
         fields: Sequence[str],
     ) -> Steps[None]:
-        """Find the chunks from the first on that lacks something again, by the names of parts, too.
+        """Find the chunks from the first that lacks something again, by the names of parts, too.
         The index may not have looked beyond it before."""
         at, names = self._count_stored(found), (*fields, *self._parts)
         if at < len(found):
@@ -335,14 +320,12 @@ class OtherShapesIndex:
 
     def _count_stored(self, found: Sequence[ShardRecords | None]) -> int:
         """Return how many leading chunks lack nothing."""
-        for number, shards in enumerate(found):
-            if shards is None or not self._is_stored(shards):
-                return number
-        return len(found)
+        stored = takewhile(lambda one: one is not None and self._is_stored(one), found)
+        return sum(1 for _ in stored)
 
     def _read(self, namespace: str, prefix_hash: bytes) -> Steps[ShardRecords]:
-        """Return all shards of a chunk; none if it has too many, or the index does not answer: what
-        was found by name is right all the same."""
+        """Return all shards of a chunk; none if it has too many, or if the index fails: what was
+        found by name is right all the same."""
         self._due = self._clock() + self._again_s  # for lookups that begin meanwhile, too
         try:
             (record,) = yield from in_steps(self._inner.lookup(namespace, [prefix_hash]))

@@ -13,10 +13,10 @@ from objkv.keys.identity import GroupIdentity
 from objkv.keys.topology import ALL_TOKENS, Shard, TokenPart
 
 ENTRIES_MAX: Final = 64
-"""Of a record that a lookup reads whole; those with more are ignored. Any process that may write to
-the index can add entries, and replicas need one per group and node."""
+"""Of a record that a lookup reads whole; those with more are ignored. Any writer of the index can
+add entries, and replicas need one per group and node."""
 Stored = Callable[[ShardRecords, int, GroupIdentity], bool]
-"""Returns whether the found shards of a chunk hold everything that a reader needs of one group."""
+"""Whether the found shards of a chunk hold everything that a reader needs of one group."""
 
 
 def usable_chunks(
@@ -30,7 +30,7 @@ def usable_chunks(
 
     Args:
         found: one per chunk of the prompt, in order; None if nothing is stored.
-        stored: the reader's need of a group; by default all of its layers and heads.
+        stored: by default whether all layers and heads of a group are.
         lag_tokens: how many tokens before the end of the last chunk the prefix ends.
     """
     stored = stored or covered
@@ -65,7 +65,6 @@ def _leading(
     groups: Sequence[tuple[int, GroupIdentity]],
     stored: Stored,
 ) -> int:
-    """Return how many chunks from the first on hold everything of these groups."""
     for chunk, shards in enumerate(found):
         held = {} if shards is None else shards  # counting them would take as long as the rest
         for g, group in groups:
@@ -75,7 +74,7 @@ def _leading(
 
 
 def keeps_all(group: GroupIdentity) -> bool:
-    """Whether each later token needs all tokens before it."""
+    """Whether each token needs all tokens before it."""
     return group.kind in ("full", "mla")
 
 
@@ -121,9 +120,8 @@ def payloads_of(
     reads: Callable[[TokenPart], bool] = lambda tokens: True,
 ) -> tuple[Shard | None, ...]:
     """Return what those payloads hold that together hold a whole group: the one that has all of it
-    (None), or a few that each have other layers, heads or tokens. Empty if there are none.
-    ``number``: of the group; fields of another form are ignored. ``reads``: whether payloads with
-    these tokens are of use."""
+    (None), or a few that each have other layers, heads or tokens; empty if there are none.
+    ``reads``: whether payloads with these tokens are of use."""
     by_tokens: dict[TokenPart, list[Shard]] = {}
     for shard in shards_of(fields, number):
         if not reads(ALL_TOKENS if shard is None else shard.tokens):
@@ -147,8 +145,7 @@ _Tiles = Mapping[tuple[int, int], tuple[Shard, ...]]
 
 def _tiles(group: GroupIdentity, shards: Iterable[Shard]) -> tuple[Shard, ...]:
     """Return some of the shards that have every head of every layer of the group once; none if that
-    is not possible. Like the payloads of a replica, they divide the layers, and each of these
-    divisions the heads."""
+    is not possible. They divide the layers, as a replica's do, and each division the heads."""
     rows: dict[tuple[int, int], dict[tuple[int, int], tuple[Shard, ...]]] = {}
     for shard in shards:
         row = rows.setdefault((shard.layer_start, shard.layer_end), {})
@@ -169,8 +166,8 @@ def _chain(end: int, tiles: _Tiles) -> tuple[Shard, ...]:
 
 
 def shards_to_read(record: Record | None, groups: int) -> ShardRecords | None:
-    """Return those shards of a record that lookups find: all of them, or, if there are more than
-    ``ENTRIES_MAX``, the payloads with all of one of the ``groups``. None if it has none."""
+    """Return the shards that lookups find: all or, of more than ``ENTRIES_MAX``, those with all of
+    one of the ``groups``. None if there are none."""
     if record is None:
         return None
     if len(record.shards) <= ENTRIES_MAX:
@@ -180,8 +177,7 @@ def shards_to_read(record: Record | None, groups: int) -> ShardRecords | None:
 
 
 def shards_of(fields: Iterable[str], number: int) -> Iterable[Shard | None]:
-    """Yield what the payloads of one group hold, None for all of it. Ignores fields of another
-    form."""
+    """Yield what the payloads of one group hold, None for all. Ignores fields of another form."""
     for field in fields:
         try:
             group, shard = parse_field(field)
@@ -192,9 +188,8 @@ def shards_of(fields: Iterable[str], number: int) -> Iterable[Shard | None]:
 
 
 def stored_blocks(group: GroupIdentity, chunk_tokens: int) -> int:
-    """Return how many blocks of one chunk a payload of the group holds. These are always the last
-    ones: those that a match ending with this or a later chunk can need. 0 means that the group has
-    no payloads."""
+    """Return how many blocks of one chunk a payload holds: the last ones, which a match that ends
+    with this or a later chunk can need. 0: the group has no payloads."""
     blocks = chunk_tokens // group.block_size
     match group.kind:
         case "sliding_window":

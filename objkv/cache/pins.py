@@ -1,8 +1,8 @@
 """Pins in the bulk store: documents that list which chunks to keep, and until when.
 
-Each pinned prefix has one document, ``<namespace>/pins/<hash of its last chunk>.json``, which lists
-all chunks up to the last. It is written before the index is updated and outlives the index:
-anything that rebuilds an index or deletes payloads reads these documents first.
+Each pinned prefix has one document, ``<namespace>/pins/<hash of its last chunk>.json``. It is
+written before the index is updated and outlives that: whatever rebuilds an index or deletes
+payloads reads these documents first.
 """
 
 import json
@@ -20,7 +20,7 @@ DOCUMENT_BYTES_MAX = 4 << 20
 """Size for a chain of 90,000 chunks; objkv writes no longer one."""
 AUTHOR_CHARS_MAX = 100
 _COMMAS_MAX = 100_000
-"""Maximum number of commas in a document; one with more is not parsed."""
+"""A document with more is not parsed."""
 _PINS_MAX = 100_000
 _CHUNKS_MAX = 1 << 22
 """Chunks in all pins of a namespace together: 10^9 tokens in chunks of 256."""
@@ -52,11 +52,9 @@ class Pin:
         return self.chunks[-1]
 
     def path(self) -> str:
-        """Return the path of its document."""
         return pin_path(self.namespace, self.leaf)
 
     def document(self) -> bytes:
-        """Return the content of its document."""
         values = {"format": FORMAT, **asdict(self), "chunks": [one.hex() for one in self.chunks]}
         if self.by is None:
             del values["by"]
@@ -64,18 +62,16 @@ class Pin:
 
 
 def is_author(text: str) -> bool:
-    """Whether a pin's document may name ``text`` as its author. Brackets are not allowed, because a
-    document with more than those of its own is not parsed."""
+    """Whether a pin may name ``text`` as its author. A document with further brackets is not
+    parsed."""
     return 0 < len(text) <= AUTHOR_CHARS_MAX and text.isprintable() and not set(text) & set("[]{}")
 
 
 def pins_folder(namespace: str) -> str:
-    """Return the common prefix of all pins' paths in a namespace."""
     return f"{namespace}/pins/"
 
 
 def pin_path(namespace: str, leaf: bytes) -> str:
-    """Return the path of the document of the prefix that ends with ``leaf``."""
     return f"{pins_folder(namespace)}{leaf.hex()}.json"
 
 
@@ -114,8 +110,7 @@ def read_pin(bulk: ReadStore, path: str) -> Pin | None:
 
 
 def scan_pins(bulk: ReadStore, namespace: str) -> Iterator[Pin | PayloadError]:
-    """Yield all pins of a namespace, including ended ones, and an error for each unreadable
-    document."""
+    """Yield all pins of a namespace, also ended ones, and an error for each unreadable document."""
     for entry in bulk.scan(pins_folder(namespace)):
         try:
             pin = read_pin(bulk, entry.key)
@@ -127,12 +122,9 @@ def scan_pins(bulk: ReadStore, namespace: str) -> Iterator[Pin | PayloadError]:
 
 
 def read_pins(bulk: ReadStore, namespace: str) -> dict[bytes, int]:
-    """Return the end time of each chunk's pin by prefix hash, including ended pins.
-
-    Unreadable documents pin nothing; ``objkv pin --list`` reports them. Raises ``StoreDenied``
-    above ``_PINS_MAX`` pins or ``_CHUNKS_MAX`` chunks, because a partial result would let pinned
-    chunks be deleted.
-    """
+    """Return the end time of each chunk's pin by prefix hash, also of ended pins. Unreadable
+    documents pin nothing; ``objkv pin --list`` reports them. Raises ``StoreDenied`` above the
+    limits, because a partial result would let pinned chunks be deleted."""
     until: dict[bytes, int] = {}
     chunks = 0
     for count, pin in enumerate(scan_pins(bulk, namespace), 1):

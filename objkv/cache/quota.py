@@ -1,8 +1,8 @@
-"""Stops saves before a store is full. Savers check here first, without waiting.
+"""Stops saves before a store is full.
 
 A background thread reads how much is stored, every half minute while there is something to save. In
-between, this process's own saves are added, but not those of others. So a quota may be exceeded by
-the fleet's saves of half a minute. A failed reading changes nothing.
+between, this process's own saves are added. So a quota may be exceeded by the fleet's saves of half
+a minute. A failed reading changes nothing.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from threading import Condition, Lock, Thread
 from time import monotonic
 from typing import Final
@@ -33,21 +33,8 @@ _BOUND_S = 300.0
 """Time limit of a rebuild or a sweep, half of the pause. The next one begins anew."""
 _GRACE_S = 10.0
 _SAID_BYTES = 500
-_REBUILD = ("rebuild", "--apply", "--json")
-_SWEEP = ("sweep", "--apply", "--json")
-_FORCE = "--force"
-_REBUILT = (0, 1)
-"""Exit codes of a complete rebuild; 1 means that it found unreadable payloads."""
 _ENDED = -2
 """Stands for the exit code of a process ended by this one."""
-
-
-def _command() -> list[str]:
-    """Return the objkv command without arguments, at low priority if ``nice`` is installed."""
-    nice = shutil.which("nice")
-    first = [nice, "-n", "10"] if nice else []
-    # -P: import nothing from the working directory of the engine.
-    return [*first, sys.executable, "-P", "-m", "objkv.cli"]
 
 
 class AutoSweep:
@@ -55,10 +42,9 @@ class AutoSweep:
     operator does. Thread-safe.
 
     The sweep runs in child processes, because it reads every record. A lease allows one per machine
-    and enforces a pause after it. Every payload in the folder counts towards its size, but a sweep
-    evicts only payloads with records. Expired or lost records are therefore restored first.
-    Payloads still without a record are unreadable, and the sweep deletes them, however many there
-    are.
+    and enforces a pause after it. A sweep evicts only payloads with records, so expired or lost
+    ones are restored first. Payloads still without one are unreadable, and the sweep deletes them,
+    however many there are.
     """
 
     def __init__(self, index: WriteIndex, settings: Mapping[str, str], recorder: Recorder) -> None:
@@ -66,14 +52,16 @@ class AutoSweep:
         self._index = index
         self._settings = settings
         self._recorder = recorder
-        self._command = _command()
+        nice = shutil.which("nice")
+        first = [nice, "-n", "10"] if nice else []
+        # -P: import nothing from the working directory of the engine.
+        self._command = [*first, sys.executable, "-P", "-m", "objkv.cli"]
         self._lock = Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
 
     def __call__(self) -> bool:
-        """Sweep, and wait until it ends. Return False if another replica has the lease. Never
-        raises."""
+        """Sweep, and wait for its end. Return False if another has the lease. Never raises."""
         try:
             if not self._index.lease(LEASE, uuid.uuid4().hex, ttl_ms=_PAUSE_MS):
                 return False
@@ -96,15 +84,15 @@ class AutoSweep:
             process.terminate()
 
     def _make_room(self) -> tuple[int, str]:
-        code, said = self._run(_REBUILD)
+        code, said = self._run("rebuild", "--apply", "--json")
         if self._closed:
             return code, said
-        if code in _REBUILT:  # index and folder now match, so --force is safe
-            return self._run((*_SWEEP, _FORCE))
+        if code in (0, 1):  # complete, so index and folder match, and --force is safe
+            return self._run("sweep", "--apply", "--json", "--force")
         logger.warning("rebuilding the index of a full folder failed code=%d error=%s", code, said)
-        return self._run(_SWEEP)
+        return self._run("sweep", "--apply", "--json")
 
-    def _run(self, arguments: Sequence[str]) -> tuple[int, str]:
+    def _run(self, *arguments: str) -> tuple[int, str]:
         with self._lock:
             if self._closed:
                 return _ENDED, ""
@@ -141,11 +129,9 @@ _CLOSE_S = 1.0
 
 
 class Quota:
-    """There is room until ``used`` returns at least ``limit_bytes``. Thread-safe.
-
-    A separate thread calls ``used``. It starts with the first call of ``has_room`` and is idle
-    without further calls. ``used`` must raise only ``StoreError``.
-    """
+    """There is room until ``used``, which raises only ``StoreError``, returns at least
+    ``limit_bytes``. Thread-safe. A thread of its own calls ``used``, after calls of
+    ``has_room``."""
 
     def __init__(
         self,
@@ -155,7 +141,7 @@ class Quota:
         *,
         relief: AutoSweep | None = None,
     ) -> None:
-        """``relief`` is called on that thread while there is no room. It is closed with this."""
+        """``relief``: called on that thread while there is no room, and closed with this."""
         assert limit_bytes > 0
         self._used = used
         self._limit_bytes = limit_bytes
@@ -178,14 +164,13 @@ class Quota:
         return not self.is_full
 
     def add(self, nbytes: int) -> None:
-        """Record that ``nbytes`` were saved."""
         with self._changed:
             if self._bytes is not None:
                 self._bytes += nbytes
                 self._judge()
 
     def close(self) -> None:
-        """Stop. Waits at most a second for a reading in progress. Idempotent."""
+        """Waits at most a second for a reading in progress. Idempotent."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -194,9 +179,6 @@ class Quota:
             self._relief.close()
         if thread is not None:
             thread.join(_CLOSE_S)
-
-    def __repr__(self) -> str:
-        return f"<Quota {self._bytes} of {self._limit_bytes} bytes>"
 
     def read(self) -> None:
         """Read how much is used. For the thread, and for tests in its place."""
@@ -240,15 +222,13 @@ class Quota:
         is_full = self._bytes >= self._limit_bytes
         if is_full != self.is_full:
             self.is_full = is_full
-            words = "quota reached, saves stopped" if is_full else ("below quota, saves resumed")
+            words = "quota reached, saves stopped" if is_full else "below quota, saves resumed"
             logger.warning("%s used_bytes=%d limit_bytes=%d", words, self._bytes, self._limit_bytes)
 
 
 class TenantUsage:
-    """Sums the stored bytes of one tenant, using the namespaces' identity documents.
-
-    A namespace whose document is missing or does not match its name belongs to no tenant.
-    """
+    """Sums the stored bytes of one tenant. A namespace whose identity document is missing or does
+    not match its name belongs to none."""
 
     def __init__(self, usage: Callable[[], Iterable[Usage]], bulk: ReadStore, tenant: str) -> None:
         self._usage = usage
@@ -257,8 +237,7 @@ class TenantUsage:
         self._tenants: dict[str, str] = {}
 
     def __call__(self) -> int:
-        """Return the number of bytes. Reads one document per new namespace. Raises
-        ``StoreError``."""
+        """Reads one document per new namespace. Raises ``StoreError``."""
         nbytes = 0
         for one in self._usage():
             tenant = self._tenants.get(one.namespace) or read_tenant(self._bulk, one.namespace)

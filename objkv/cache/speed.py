@@ -1,7 +1,4 @@
-"""Meters of recent speed, of bounded size, for decisions.
-
-Nothing here reads a clock: callers pass the duration of their work.
-"""
+"""Meters of recent speed, for decisions. Callers pass the duration of their work."""
 
 from bisect import bisect_left
 from collections import deque
@@ -18,11 +15,8 @@ _WEIGHT_MAX = 4
 
 class Typical:
     """The typical recent time for one unit of work (a byte, a token): the median, weighted by
-    units, of the last few pieces of work. Thread-safe.
-
-    For decisions that leave little to measure. With an average, one piece that took a hundred times
-    too long would dominate until a hundred others follow.
-    """
+    units, of the last few pieces. With an average, one that took a hundred times too long would
+    dominate until a hundred others follow. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -50,16 +44,15 @@ class Typical:
 
 
 class LinkSpeed:
-    """One process's view of the link to the bulk store: the speed of a single call among its
-    concurrent ones. Callers that put and get report to it."""
+    """One process's view of the link to the bulk store: the speed of a call among concurrent
+    ones."""
 
     def __init__(self) -> None:
         self.puts, self.gets = Typical(), Typical()
 
     @property
     def bytes_per_s(self) -> float | None:
-        """Speed of a get after a few gets, because loads must be fast; before that, of a put. None
-        if neither was measured."""
+        """Speed of gets, because loads must be fast, before a few gets of puts; None before any."""
         gets = self.gets.seconds_per_unit if self.gets.count >= _GETS_MIN else None
         pace = self.puts.seconds_per_unit if gets is None else gets
         return None if pace is None else 1 / pace

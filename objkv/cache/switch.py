@@ -1,8 +1,7 @@
 """An operator's switch that decides about loads before every replica's own settings.
 
-One small document in the bulk store holds it, so that it works with any index and needs no rights
-that replicas do not have. Each replica reads it in the background while it has requests; none of
-them waits for it.
+One small document in the bulk store holds it, so that it works with any index and with replicas'
+rights. Each replica reads it in the background while it has requests, which never wait for it.
 """
 
 import logging
@@ -45,7 +44,7 @@ class Switch:
     """Seconds since the epoch, by the operator's clock. Replicas ignore it from then on."""
     created_s: int
     by: str
-    """Who gave it, by their own statement; at most ``AUTHOR_CHARS_MAX`` characters."""
+    """Who gave it, by their own statement."""
 
     def __post_init__(self) -> None:
         is_scoped = self.namespace is None or 0 < len(self.namespace) <= 200
@@ -83,17 +82,14 @@ def read_switches(bulk: ReadStore) -> tuple[Switch, ...]:
 
 
 def set_switch(bulk: WriteStore, switch: Switch) -> None:
-    """Give an order, in place of an earlier one for the same namespace or for the fleet.
-
-    If two operators change the document at the same moment, the later one wins. Raises
-    ``StoreError``, and ``ConfigError`` if there are too many orders.
-    """
+    """Give an order, in place of an earlier one for the same namespace or for the fleet. Of two at
+    the same moment the later wins. Raises ``StoreError``, and ``ConfigError`` if there are too
+    many."""
     _write(bulk, [switch, *_others(bulk, switch.namespace, switch.created_s)])
 
 
 def clear_switch(bulk: WriteStore, namespace: str | None, *, now_s: float) -> None:
-    """End the order for ``namespace``, or with None the one for the fleet. Raises
-    ``StoreError``."""
+    """End the order for ``namespace``, or for the fleet. Raises ``StoreError``."""
     _write(bulk, _others(bulk, namespace, now_s))
 
 
@@ -115,11 +111,9 @@ class Named(Protocol):
 
 
 class AdmissionSwitch:
-    """Whether one replica loads, by its settings and an operator's order. For one thread.
-
-    After ``start``, the document is read again when the mode is asked for and 20 seconds have gone
-    by. If that fails, the last order stays in force until its own end.
-    """
+    """Whether one replica loads, by its settings and an operator's order. For one thread. After
+    ``start``, the document is read again when the mode is asked for and 20 seconds have gone by. If
+    that fails, the last order stays in force until its own end."""
 
     def __init__(
         self,
@@ -132,7 +126,7 @@ class AdmissionSwitch:
         clock: Callable[[], float] = time,
     ) -> None:
         """``configured`` applies without an order. ``submit`` runs a job in the background, or
-        returns False if too many are queued."""
+        refuses."""
         self._configured: Mode = configured
         self._bulk = bulk
         self._namespace = namespace
@@ -177,12 +171,8 @@ class AdmissionSwitch:
         if found is None:
             logger.warning("operator's order ended admission=%s", self._configured)
         else:
-            logger.warning(
-                "operator's order admission=%s until_s=%d by=%s",
-                found.mode,
-                found.until_s,
-                found.by,
-            )
+            order = (found.mode, found.until_s, found.by)
+            logger.warning("operator's order admission=%s until_s=%d by=%s", *order)
 
 
 def _others(bulk: ReadStore, namespace: str | None, now_s: float) -> list[Switch]:

@@ -1,8 +1,8 @@
 """Decides whether it pays to put each payload into the bucket, or only those that recur.
 
-A put costs its requests and the storage until the payload expires. It saves the GPU time of its
-chunk each time that this is read again. So the *break-even* is how often a saved chunk has to be
-read again, on average, to pay: about a quarter of them is (``docs/scaling.md``).
+A put costs its requests and the storage until the payload expires, and saves the GPU time of its
+chunk each time that this is read again. The *break-even* is how often a saved chunk has to be read
+again, on average, to pay: about a quarter of them is (``docs/scaling.md``).
 """
 
 import logging
@@ -23,12 +23,11 @@ logger = logging.getLogger(__name__)
 ALL_BELOW: Final = 0.25
 REUSED_ABOVE: Final = 0.35
 SWEEP_WAIT_S: Final = 1_800
-"""How long a payload is stored after it has expired, on average, if a sweep runs each hour."""
+"""How long an expired payload is stored on average, if a sweep runs each hour."""
 _MONTH_S: Final = 730 * 3_600
 _HOUR_S: Final = 3_600
 SETTLED_S: Final = 1.0
-"""The payloads of a chunk's groups come one after the other: how many it has is known once no other
-has come for this time."""
+"""The payloads of a chunk's groups come one by one: all have come once none has for this time."""
 _NAMESPACES_MAX: Final = 64
 _FIELDS_MAX: Final = 4096
 _US: Final = 1e6
@@ -88,7 +87,7 @@ class PutRule:
         return self.setting == "reused" or (self.setting == "auto" and not self.prices.is_free)
 
     def cost_usd(self, chunk: ChunkCost) -> float:
-        """Return what it costs to put a chunk and to store it."""
+        """Of putting and storing a chunk."""
         prices, nbytes = self.prices, chunk.nbytes / 1e9
         storage = nbytes * prices.gb_month * self.life_s / _MONTH_S
         return chunk.puts * prices.per_1000_puts / 1000 + nbytes * prices.put_gb + storage
@@ -109,8 +108,8 @@ class PutRule:
         return self.cost_usd(chunk) / worth_s if worth_s else math.inf
 
     def decide(self, chunk: ChunkCost, before: Puts = "reused") -> Decision:
-        """Return what is put of chunks like this one. Between the two limits it remains what it
-        was ``before``."""
+        """Return what is put of chunks like this one: between the two limits, what was
+        ``before``."""
         share = self.break_even(chunk)
         if self.setting != "auto":
             return Decision(self.setting, share, "save_to_bucket says so")
@@ -138,9 +137,8 @@ class _Namespace:
 
 
 class PutPolicy:
-    """Decides by namespace, from what replicas measure: they report the computing time of what they
-    loaded (``Savings``), and hand over one payload for each group of a chunk. Thread-safe.
-    Never waits."""
+    """Decides by namespace, from the computing time that replicas report (``Savings``), and from
+    the payloads of a chunk that they hand over. Thread-safe. Never waits."""
 
     def __init__(self, rule: PutRule, *, clock: Callable[[], float] = monotonic) -> None:
         self.rule = rule
@@ -150,7 +148,7 @@ class PutPolicy:
         self._namespaces: dict[str, _Namespace] = {}
 
     def holds_back(self, claim: Claim, nbytes: int) -> bool:
-        """Return whether this payload, of ``nbytes``, is held back when a replica hands it over."""
+        """Return whether this payload is held back when a replica hands it over."""
         if self._holds_all is not None:
             return self._holds_all
         key, now = claim.key, self._clock()
@@ -165,7 +163,6 @@ class PutPolicy:
             return one.decision is None or one.decision.puts == "reused"
 
     def credited(self, savings: Savings) -> None:
-        """A replica has measured what a load saved."""
         if self.rule.is_fixed or savings.timed_tokens <= 0:
             return
         with self._lock:
@@ -175,7 +172,7 @@ class PutPolicy:
                 one.decided_from = -math.inf  # at the next payload
 
     def decisions(self) -> dict[str, Decision]:
-        """Return what was decided last, by namespace; of an empty name, if the settings alone
+        """Return what was decided last, by namespace, which is empty if the settings alone
         decide."""
         if self.rule.is_fixed:
             return {"": replace(self.rule.decide(ChunkCost(0, 0)), break_even=None)}

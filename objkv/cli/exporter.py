@@ -50,7 +50,7 @@ def exporter(
 ) -> int:
     """Serve store and index metrics to Prometheus."""
     logging.basicConfig(format="%(asctime)s %(levelname)s objkv: %(message)s")
-    with open_backends(session.config, NullRecorder(), on_change=lambda _: None) as backends:
+    with open_backends(session.config, NullRecorder(), logs=False) as backends:
         watch = BackendsWatch(
             _asks(session, backends), every_s=every, late_s=max(every, _LATE_MIN_S)
         )

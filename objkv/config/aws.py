@@ -1,4 +1,4 @@
-"""AWS's own variables, where the AWS client does not read them, or reads what cannot work."""
+"""AWS's own variables, which the AWS client does not read, or reads although they cannot work."""
 
 import os
 import re
@@ -28,8 +28,8 @@ def aws_region(config: Config) -> str | None:
 
 
 def check_credentials(config: Config) -> None:
-    """Raise ``ConfigError`` for AWS's own credentials if they are malformed and would be used: the
-    error of a request would count as an outage."""
+    """Raise ``ConfigError`` if AWS's own credentials would be used and are malformed: the error of
+    a request would count as an outage."""
     if config.s3_access_key_id:
         return
     for name in _CREDENTIALS:
@@ -53,7 +53,7 @@ def s3_endpoint(config: Config) -> tuple[str, Url | None]:
 
 
 def check_endpoint(config: Config, text: str, name: str) -> Url:
-    """Return the parts of an endpoint that AWS's own settings name. Raises ``ConfigError``."""
+    """Return the parts of an endpoint of AWS's settings. Raises ``ConfigError``."""
     try:
         url = parse_url("s3_endpoint_url", text, name)
         if not config.may_be_clear("bulk"):

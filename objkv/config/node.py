@@ -38,10 +38,11 @@ _MEMORY_SHARE = 8
 
 
 def agent_socket(config: Config) -> Path | None:
-    """Return where the agent for these settings listens; None if each replica has its own.
+    """Return where the agent for these settings listens; None if each replica has its own. Raises
+    ``ConfigError`` without a private folder for the socket.
 
     With ``auto``, replicas have an agent in common if all settings but ``_REPLICAS_OWN``, and AWS's
-    variables, are the same. Raises ``ConfigError`` without a private folder for the socket.
+    variables, are the same.
     """
     if config.agent == "private":
         return None
@@ -80,8 +81,8 @@ def agent_environment(config: Config) -> dict[str, str]:
 
 
 def _own_socket(prefix: str, text: str) -> Path:
-    """Return the socket for ``text``. Every user sees its name, and cannot guess the text from
-    it, by a random key that is kept in the folder: as a link, which is made in one step."""
+    """Return the socket for ``text``. Every user sees its name, and cannot guess the text from it,
+    by a random key in the folder: a link, which is made in one step."""
     folder = _own_folder()
     with open_private(folder) as place:
         try:
@@ -95,7 +96,7 @@ def _own_socket(prefix: str, text: str) -> Path:
 
 @contextmanager
 def open_private(folder: Path) -> Iterator[int]:
-    """Open a folder in which only this user can see and change files. Raises ``ConfigError``."""
+    """Open a folder in which only this user can see and change files."""
     try:
         place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as exc:
@@ -115,8 +116,7 @@ def open_private(folder: Path) -> Iterator[int]:
 
 
 def _own_folder() -> Path:
-    """Return a folder for sockets, with a short path, that is gone after a restart. It is made
-    again if it has gone."""
+    """Return a folder for sockets, with a short path, that is gone after a restart."""
     given = os.environ.get("XDG_RUNTIME_DIR")
     folder = Path(given or "/") / "objkv"
     if given and len(os.fsencode(folder)) <= _PATH_BYTES_MAX and _is_own(folder.parent):
@@ -130,8 +130,8 @@ def _own_folder() -> Path:
 
 
 def _is_own(folder: Path) -> bool:
-    """Whether only this user can change what is in ``folder``, or it can be made so. It is another
-    user's after ``su`` and ``sudo -E``."""
+    """Whether only this user can change what is in ``folder``, or it can be made so. It is
+    another's after ``su`` and ``sudo -E``."""
     try:
         found = folder.lstat()
     except FileNotFoundError:
@@ -149,8 +149,7 @@ def host_bytes() -> int:
 
 
 def _container_limits() -> Iterator[int]:
-    """Return the limits of this process's control groups and of those that they are in, in both
-    versions."""
+    """Return the limits of this process's control groups and of their parents, in both versions."""
     with suppress(OSError, ValueError):
         for line in _OWN_CGROUPS.read_text().splitlines():
             _, kinds, name = line.split(":", 2)

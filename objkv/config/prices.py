@@ -1,7 +1,5 @@
-"""What a bucket and a GPU cost: list prices of the providers that an endpoint names, or settings.
-
-The only table of prices. Prices change: the settings ``price_*`` replace them.
-"""
+"""What a bucket and a GPU cost: list prices of the providers that an endpoint names, or
+settings."""
 
 import ipaddress
 from contextlib import suppress
@@ -17,7 +15,7 @@ from objkv.errors import ConfigError
 _UNKNOWN: Final = " is not known"
 RANGE_BYTES: Final = 8 << 20
 """Larger payloads are read in ranges of this size, several at once. At the 85 MB/s that S3 gives a
-connection, the time of a range is several times the latency of its request."""
+connection, a range takes several times its latency."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +27,7 @@ class Prices:
     per_1000_puts: float
     per_1000_gets: float
     gpu_hour: float | None = None
-    """Price of one GPU for an hour; None if not given, because it has no list price."""
+    """Of one GPU; None if not given, because it has no list price."""
     put_gb: float = 0.0
     """Price of 10^9 bytes that are put."""
     source: str = "given"
@@ -37,7 +35,7 @@ class Prices:
 
     @property
     def is_guessed(self) -> bool:
-        """Whether they are those of S3 Standard because the endpoint is not known."""
+        """Whether they are S3 Standard's because the endpoint is not known."""
         return self.source.endswith(_UNKNOWN)
 
     @property
@@ -64,8 +62,7 @@ _FOLDER: Final = replace(_NOTHING, source="a folder")
 
 def prices_of(config: Config, *, folder: Prices = _FOLDER) -> Prices:
     """Return the prices of the bucket and of a GPU. Settings replace those of the endpoint; one
-    that is not known costs what S3 Standard does. Names are not resolved. ``folder``: the prices
-    of a folder, whatever the endpoint of S3 is."""
+    that is not known costs what S3 Standard does. Names are not resolved."""
     known, given = _known(config, folder), {}
     if config.price_gb_month is not None:
         given["gb_month"] = config.price_gb_month
@@ -76,8 +73,8 @@ def prices_of(config: Config, *, folder: Prices = _FOLDER) -> Prices:
 
 
 def audit_prices(resolved: Resolved) -> Prices:
-    """Return the prices of a report on what is stored: a folder costs what S3 Standard does, and
-    savings are priced only if ``price_gpu_hour`` was set."""
+    """Return the prices of a report: a folder costs what S3 Standard does, and savings are priced
+    only if ``price_gpu_hour`` was set."""
     prices = prices_of(resolved.config, folder=LIST_PRICES)
     if resolved.sources["price_gpu_hour"] == "default":
         return replace(prices, gpu_hour=None)

@@ -5,14 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from objkv.config.units import parse_duration, parse_size
 from objkv.config.urls import (
@@ -26,15 +19,12 @@ from objkv.config.urls import (
 from objkv.redact import without_secrets
 
 _WITH_UNIT: Final = re.compile(r"[0-9][0-9.]{0,15} ?[A-Za-z]{1,3}")
-_CLEAR: Final = frozenset(("bulk", "index", "agent", "endpoints"))
+_CLEAR: Final[tuple[str, ...]] = ("agent", "bulk", "endpoints", "index")
 _SEALS: Final = {"signed": "signing", "encrypted": "encryption"}
 """The values of ``seals``, and the kind of key that each needs."""
 _CREDENTIAL: Final = r"^[\x21-\x7e]*$"
 _ONE_LINE: Final = r"^[^\x00-\x1f\x7f]*$"
 LoadMode = Literal["async", "layerwise", "auto"]
-CodecName = Literal["auto", "none", "lz4", "blosc", "blosclz4"]
-AdmissionMode = Literal["auto", "always", "never"]
-SavePolicy = Literal["auto", "all", "reused"]
 Role = Literal["reader", "writer", "sweeper"]
 SECRET_SETTINGS = (
     "s3_access_key_id",
@@ -44,29 +34,6 @@ SECRET_SETTINGS = (
     "agent_token",
 )
 URL_SETTINGS: Final = ("bulk_url", "index_url", "s3_endpoint_url", "agent_disk_url")
-BASIC: Final = frozenset(
-    {
-        *("bulk_url", "index_url", "allow_plaintext", "tenant", "role", "ttl_s", "quota_bytes"),
-        *("s3_endpoint_url", "s3_region", "s3_addressing"),
-        *("s3_access_key_id", "s3_secret_access_key", "redis_username", "redis_password"),
-        *("chunk_tokens", "codec", "load_mode", "save_decode", "pinned_bytes_max", "admission"),
-    }
-)
-"""The settings that a new operator reads first. All others are advanced."""
-TOPICS: Final = {
-    "s3_ca_bundle": "Bulk store",
-    "redis_ca_file": "Redis",
-    "hot_save_bytes_max": "Hot store",
-    "model_id": "Model and weights",
-    "sweep_grace_s": "Eviction",
-    "agent": "Node agent",
-    "lookup_deadline_ms": "Deadlines",
-    "load_threads": "Threads",
-    "at_start": "Failures",
-    "store_tokens": "Audits, signatures and encryption",
-}
-"""Headings for the advanced settings. Each applies from the named setting up to the next heading,
-in the order of ``Config``."""
 
 
 class Config(BaseModel):
@@ -131,9 +98,6 @@ class Config(BaseModel):
     redis_credentials: str | None = Field(default=None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
     """``module:factory`` of credentials that expire, such as IAM tokens: the factory returns a
     redis-py ``CredentialProvider``. Replaces ``redis_username`` and ``redis_password``."""
-    redis_login_s: int = Field(default=600, ge=1)
-    """With ``redis_credentials``: how long a connection keeps its login before it logs in again. At
-    most the life of a token."""
     sentinel_username: str | None = Field(default=None, pattern=_ONE_LINE)
     """User name in the Sentinels, which have users of their own."""
     sentinel_password: str | None = Field(default=None, repr=False, pattern=_ONE_LINE)
@@ -144,7 +108,7 @@ class Config(BaseModel):
 
     chunk_tokens: int = Field(default=256, ge=1)
     """Requested tokens per chunk, rounded up to a common multiple of all block sizes."""
-    codec: CodecName = "auto"
+    codec: Literal["auto", "none", "lz4", "blosc", "blosclz4"] = "auto"
     """Compression of payloads. ``none`` suits fast links, ``blosc`` and ``blosclz4`` slow ones.
     ``auto`` measures and chooses per chunk, and compresses nothing for a local store."""
     load_mode: LoadMode = "async"
@@ -222,7 +186,7 @@ class Config(BaseModel):
     agent_disk_bytes: int = Field(default=0, ge=0)
     """Maximum size of these files. 0: half of the space that is free when the agent starts, its own
     files included."""
-    save_to_bucket: SavePolicy = "auto"
+    save_to_bucket: Literal["auto", "all", "reused"] = "auto"
     """Which payloads an agent puts to the bulk store. ``all``: each at once. ``reused``: a payload
     stays in the agent's memory until it is read or computed again, here or on another node, or a
     request says ``objkv_put``; it is lost if it is evicted before that or the agent ends. ``auto``:
@@ -253,7 +217,7 @@ class Config(BaseModel):
     """Threads of an agent that fetch and decode payloads. Twice as many save them, to a bucket
     eight times as many."""
 
-    admission: AdmissionMode = "auto"
+    admission: Literal["auto", "always", "never"] = "auto"
     """Which matches are loaded. ``auto``: only those that load faster than they can be recomputed,
     by measurement. ``always``: all. ``never``: none, the replica only saves.
     ``objkv admission`` changes it in running replicas."""
@@ -286,11 +250,7 @@ class Config(BaseModel):
     def _units_are_accepted(cls, value: Any, info: ValidationInfo) -> Any:
         """Accept ``7d`` and ``10GiB`` in text. Bare numbers keep the unit of the name."""
         name = info.field_name or ""
-        if (
-            not isinstance(value, str)
-            or not value.strip()
-            or not _WITH_UNIT.fullmatch(value.strip())
-        ):
+        if not (isinstance(value, str) and _WITH_UNIT.fullmatch(value.strip())):
             return value
         if name.endswith(("_s", "_ms")):
             number = parse_duration(value) * (1000 if name.endswith("_ms") else 1)
@@ -299,21 +259,17 @@ class Config(BaseModel):
             return int(number)
         return parse_size(value) if "_bytes" in name else value
 
-    @field_validator("allow_plaintext")
+    @field_validator("allow_plaintext", "seals")
     @classmethod
-    def _what_is_clear_is_named(cls, value: str) -> str:
-        names = [name.strip() for name in value.split(",") if name.strip()]
-        if not set(names) <= _CLEAR:
-            raise ValueError(f"name what may be reached without TLS: {', '.join(sorted(_CLEAR))}")
-        return ",".join(names)
-
-    @field_validator("seals")
-    @classmethod
-    def _seals_are_known(cls, value: str) -> str:
+    def _names_are_known(cls, value: str, info: ValidationInfo) -> str:
         names = {name.strip() for name in value.split(",") if name.strip()}
-        if not names <= _SEALS.keys():
-            raise ValueError(f"name how payloads are sealed: {', '.join(_SEALS)}, or both")
-        return ",".join(name for name in _SEALS if name in names)
+        if info.field_name == "seals":
+            known, what, end = tuple(_SEALS), "how payloads are sealed", ", or both"
+        else:
+            known, what, end = _CLEAR, "what may be reached without TLS", ""
+        if not names <= set(known):
+            raise ValueError(f"name {what}: {', '.join(known)}{end}")
+        return ",".join(name for name in known if name in names)
 
     def may_be_clear(self, what: str) -> bool:
         """Whether ``allow_plaintext`` names ``what``."""
@@ -321,20 +277,15 @@ class Config(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _a_folder_is_its_own_index(cls, values: Any) -> Any:
-        """Store the index of a folder in that folder. The folder may be a shared mount, and an
-        index on this machine would hide its chunks from the other machines."""
-        if isinstance(values, dict) and "index_url" not in values:
-            bulk_url = values.get("bulk_url")
-            if isinstance(bulk_url, str) and bulk_url.strip().startswith("file:"):
-                return values | {"index_url": "bulk:"}
-        return values
-
-    @model_validator(mode="before")
-    @classmethod
-    def _the_users_folder_does_not_fill_the_disk(cls, values: Any) -> Any:
-        if isinstance(values, dict) and not values.keys() & {"bulk_url", "quota_bytes"}:
-            return values | {"quota_bytes": default_quota_bytes()}
+    def _folders_have_other_defaults(cls, values: Any) -> Any:
+        """A folder is its own index: it may be a shared mount, and an index on this machine would
+        hide its chunks from the other machines. The user's own does not fill the disk."""
+        if not isinstance(values, dict):
+            return values
+        if str(values.get("bulk_url")).strip().startswith("file:"):
+            values = {"index_url": "bulk:"} | values
+        if not values.keys() & {"bulk_url", "quota_bytes"}:
+            values = values | {"quota_bytes": default_quota_bytes()}
         return values
 
     @model_validator(mode="after")
@@ -346,10 +297,6 @@ class Config(BaseModel):
                 "redis_credentials is set: remove redis_username and redis_password, which it "
                 "replaces"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _keys_have_one_source(self) -> Self:
         for kind in ("signing", "encryption"):
             names = f"{kind}_keys_file", f"{kind}_keys_command"
             if all(getattr(self, name) for name in names):

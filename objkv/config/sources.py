@@ -1,8 +1,5 @@
-"""Sources of settings: defaults, TOML file, environment, extra config. Later sources win.
-
-Nothing outside this package reads the environment, except the AWS client, which reads its own
-standard variables for settings that are unset here.
-"""
+"""Sources of settings: defaults, TOML file, environment, extra config. Later sources win. Only the
+AWS client reads the environment, too."""
 
 import difflib
 import os
@@ -29,8 +26,8 @@ _SERVICE_LINK = re.compile(
     r"OBJKV(_.+)?_(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
 )
 _KEY_ID_CHARS_MIN = 8
-"""A shorter access key id may be a common word such as ``minio``, and masking it would hide that
-word everywhere. The id is only a name. Its secret is always masked."""
+"""A shorter access key id, which is only a name, may be a common word such as ``minio``, and
+masking it would hide that everywhere."""
 
 _KINDS = {"int_": "an integer", "float_": "a number", "bool_": "true or false"}
 """Names of types, by the beginning of pydantic's error type."""
@@ -69,10 +66,8 @@ class Resolved:
 def load_config(
     overrides: Mapping[str, Any] | None = None, *, environ: Mapping[str, str] | None = None
 ) -> Config:
-    """Resolve all sources. ``overrides`` is vLLM's extra config.
-
-    Raises ``ConfigError``, which names the source, the key and the nearest known key.
-    """
+    """Resolve all sources. ``overrides``: vLLM's extra config. Raises ``ConfigError``, which names
+    the source, the key and the nearest known key."""
     return resolve_config(overrides, environ=environ, origin="kv_connector_extra_config").config
 
 
@@ -83,11 +78,8 @@ def resolve_config(
     file: Path | None = None,
     origin: str = "the options",
 ) -> Resolved:
-    """Resolve all sources, and record the source of each setting.
-
-    ``file`` replaces ``OBJKV_CONFIG_FILE``. ``origin`` names ``overrides`` in messages. An empty
-    variable is unset. Raises ``ConfigError`` as ``load_config`` does.
-    """
+    """Resolve all sources. ``file`` replaces ``OBJKV_CONFIG_FILE``. ``origin`` names ``overrides``
+    in messages. An empty variable is unset. Raises like ``load_config``."""
     environ = os.environ if environ is None else environ
     given: _Given = {}
     if name := file or environ.get(CONFIG_FILE_VARIABLE):

@@ -15,8 +15,7 @@ class TierOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     settings: dict[str, str] = Field(default_factory=dict)
-    """Names and values in the identity for which the operator is responsible, such as
-    ``adapters``."""
+    """Names and values in the identity that the operator vouches for, such as ``adapters``."""
     locality: Literal["LOCAL", "REMOTE"] | None = None
     """Locality in KV events. Requests may select tiers by it."""
     enable_kv_events: bool = False
@@ -24,11 +23,8 @@ class TierOptions(BaseModel):
 
 
 def read_options(options: Mapping[str, Any]) -> tuple[TierOptions, Resolved]:
-    """Read a tier's settings from its entry in ``secondary_tiers`` and all other sources.
-
-    Objects that only vLLM itself can have added, for a later interface, are ignored. Raises
-    ``ConfigError``, which names the key.
-    """
+    """Read a tier's settings from its entry in ``secondary_tiers`` and all other sources. Objects
+    that only vLLM can have added are ignored. Raises ``ConfigError``, which names the key."""
     plain = {
         name: value
         for name, value in options.items()

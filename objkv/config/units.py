@@ -1,7 +1,4 @@
-"""Durations and sizes as people write them: ``30s``, ``2h``, ``7d``, ``10GiB``.
-
-A bare number keeps the unit that the option or setting states, so existing values stay valid.
-"""
+"""Durations and sizes as people write them: ``30s``, ``2h``, ``7d``, ``10GiB``."""
 
 import re
 from decimal import Decimal

@@ -1,14 +1,12 @@
-"""The one reader of URLs in settings and options, and the paths and addresses in them.
-
-It refuses every part of a URL that would not be used. Its errors quote nothing of the URL: any part
-may belong to a password that was not escaped.
-"""
+"""The one reader of URLs in settings and options. It refuses every part of one that would not be
+used. Its errors quote nothing of it: any part may belong to a password that was not escaped."""
 
 import ipaddress
 import os
 import re
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -41,11 +39,6 @@ FORMS: Final[Mapping[str, Mapping[str, str]]] = {
     "proxy": {**_HTTP_FORMS, "socks5": "socks5://HOST:PORT", "socks5h": "socks5h://HOST:PORT"},
 }
 """How each kind of URL is written, by scheme."""
-_LOGIN_OF: Final = {
-    "bulk_url": "s3_access_key_id and s3_secret_access_key",
-    "s3_endpoint_url": "s3_access_key_id and s3_secret_access_key",
-}
-"""The settings for user and password, by setting whose URL takes none."""
 _SERVER = re.compile(
     r"//(?:(?P<login>[^/?#]*)@)?(?P<place>[^/?#@]*)(?P<path>/[^?#]*)?"
     r"(?P<query>\?[^#]*)?(?P<fragment>#.*)?",
@@ -62,10 +55,8 @@ _SERVICE = re.compile(r"\?service=([A-Za-z0-9._-]+)")
 
 
 def cache_folder() -> Path:
-    """Return ``$XDG_CACHE_HOME/objkv`` or ``~/.cache/objkv``, which the user's replicas share.
-
-    Raises ``ConfigError`` for a user without a home, such as an id that a container was given.
-    """
+    """Return ``$XDG_CACHE_HOME/objkv`` or ``~/.cache/objkv``. Raises ``ConfigError`` for a user
+    without a home, such as an id that a container was given."""
     base = os.environ.get("XDG_CACHE_HOME")
     try:
         return (Path(base) if base else Path.home() / ".cache") / "objkv"
@@ -77,11 +68,8 @@ def cache_folder() -> Path:
 
 
 def make_private(folder: Path) -> None:
-    """Create ``folder`` and its missing parents with mode 0700. Existing folders keep their mode.
-
-    ``Path.mkdir(parents=True)`` applies its mode to the last folder only, so the parents would be
-    readable by all users. Raises ``OSError``.
-    """
+    """Create ``folder`` and its missing parents with mode 0700, which ``Path.mkdir(parents=True)``
+    gives to the last folder only. Raises ``OSError``."""
     if not folder.is_dir():
         make_private(folder.parent)
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -89,14 +77,11 @@ def make_private(folder: Path) -> None:
 
 def default_quota_bytes() -> int:
     """Return the quota of the default folder: 50 GiB, or a fifth of its disk if that is less."""
-    place = cache_folder()
-    while True:
-        try:
+    folder = cache_folder()
+    for place in (folder, *folder.parents):
+        with suppress(OSError):
             return min(_DEFAULT_QUOTA_BYTES, shutil.disk_usage(place).total // 5)
-        except OSError:
-            if place == place.parent:
-                return _DEFAULT_QUOTA_BYTES
-        place = place.parent
+    return _DEFAULT_QUOTA_BYTES
 
 
 def local_path(url: str) -> Path:
@@ -113,10 +98,8 @@ def local_path(url: str) -> Path:
 
 
 def is_directory_bucket(bucket: str) -> bool:
-    """Whether this is the name of an S3 Express directory bucket or of an access point to one.
-
-    Signing, listing and permissions differ for such buckets.
-    """
+    """Whether this names an S3 Express directory bucket or an access point to one, for which
+    signing, listing and permissions differ."""
     return bucket.endswith(("--x-s3", "--xa-s3"))
 
 
@@ -156,9 +139,7 @@ class Url:
 
 def parse_url(setting: str, text: str, name: str | None = None) -> Url:
     """Return the parts of ``text``, a URL for ``setting``, and mask its password from now on.
-
-    Messages contain ``name`` instead of ``setting``. Raises ``ValueError``, which names the fault
-    and the right form, and quotes nothing of ``text``.
+    Raises ``ValueError``, which names ``name`` or ``setting``, the fault and the right form.
 
     >>> parse_url("index_url", "rediss://fleet:open@redis.example:6379/0").shown
     'rediss://***@redis.example:6379/0'
@@ -193,7 +174,7 @@ def _scheme_fix(forms: Mapping[str, str], text: str) -> str:
 
 
 def _server(setting: str, scheme: str, rest: str) -> Url:
-    """Return the parts of a URL with hosts or a bucket. ``rest`` follows the colon."""
+    """``rest`` follows the colon."""
     found = _SERVER.fullmatch(rest)
     if found is None:
         raise ValueError("the slashes are missing")
@@ -230,13 +211,16 @@ def _server(setting: str, scheme: str, rest: str) -> Url:
 
 def _refuse_login(setting: str, login: str | None, tail: str) -> None:
     """Refuse a login that is not used, or whose characters end it too early."""
-    if setting in _LOGIN_OF and (login is not None or "@" in tail):
-        raise ValueError(f"a user, a password or an @ is not used: set {_LOGIN_OF[setting]}")
-    if "@" in tail:
+    if setting in ("bulk_url", "s3_endpoint_url") and (login is not None or "@" in tail):
+        raise ValueError(
+            "a user, a password or an @ is not used: set s3_access_key_id and s3_secret_access_key"
+        )
+    # Clients quote what is in brackets, which they take for an address.
+    if "@" in tail or (setting == "proxy" and set("[]") & set(login or "")):
         instead = ", or set redis_username and redis_password" if setting == "index_url" else ""
         raise ValueError(
             "user and password must be percent-encoded (% as %25, / as %2F, ? as %3F, # as %23, "
-            f"@ as %40){instead}"
+            f"@ as %40, [ as %5B){instead}"
         )
 
 
@@ -274,10 +258,8 @@ def _is_host(name: str) -> bool:
 
 
 def is_this_machine(host: str) -> bool:
-    """Whether ``host`` is a name or an address of the loopback interface.
-
-    Names are not resolved, because a DNS server could then allow traffic without TLS.
-    """
+    """Whether ``host`` is a name or an address of the loopback interface. Names are not resolved: a
+    DNS server could then allow traffic without TLS."""
     name = host.strip("[]").rstrip(".").lower()
     try:
         return ipaddress.ip_address(name).is_loopback
@@ -286,8 +268,8 @@ def is_this_machine(host: str) -> bool:
 
 
 def parse_endpoint(text: str) -> tuple[str, Url]:
-    """Return an HTTP server's URL, with ``http://`` if it names no scheme, and its parts. Raises
-    ``ConfigError``, also for the URL of a proxy on the way, which clients would quote."""
+    """Return an HTTP server's URL, with ``http://`` without a scheme, and its parts. Raises
+    ``ConfigError``, also for a proxy's URL, which clients would quote."""
     whole = text if "://" in text else f"http://{text}"
     try:
         place = parse_url("endpoint", whole)
@@ -299,8 +281,8 @@ def parse_endpoint(text: str) -> tuple[str, Url]:
 
 
 def check_proxies(*names: str) -> None:
-    """Mask the passwords of the proxies in these variables, in lower case or upper case. Raises
-    ``ConfigError`` if one is not a URL."""
+    """Mask the passwords of the proxies in these variables, in either case. Raises ``ConfigError``
+    if one is not a URL."""
     for name, text in os.environ.items():
         if name.lower() in names and text.strip():
             try:

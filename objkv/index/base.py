@@ -1,9 +1,7 @@
 """The contract of an index: one record per chunk, one field per shard, and every entry expires.
 
-The index is a hint. Losing it costs hits, and a wrong entry costs one failed get.
-
-Every method may be called from many threads. It blocks until it returns, or raises ``StoreError``
-(or a subclass) and nothing else.
+The index is a hint. Losing it costs hits, and a wrong entry costs one failed get. Any thread may
+call any method, which blocks until it returns, or raises ``StoreError`` and nothing else.
 """
 
 import re
@@ -23,10 +21,9 @@ class ShardRecord:
     is_plain: bool
     """Whether its pages are neither compressed nor encrypted."""
     hot: bool
-    """Whether the hot store received a copy too; the bulk store always has one."""
+    """Whether the hot store received a copy."""
     header_checksum: str
-    """The first 16 hex digits of the payload header's own checksum. They distinguish payloads of
-    two writers."""
+    """The first 16 hex digits of the header's own, which distinguish payloads of two writers."""
     created_s: int
     """Seconds since the epoch, by the writer's clock."""
 
@@ -43,19 +40,18 @@ class Record:
     """Keyed by field, see ``ChunkKey.field``: ``0``, ``0.L0-32_H0-4``."""
     hits: int = 0
     touched_s: int = 0
-    """Seconds since the epoch of the last touch, by the clock of the touching process; 0 if never.
-    """
+    """Seconds since the epoch of the last touch, by the toucher's clock; 0 if never."""
     pinned_until_s: int = 0
-    """Seconds since the epoch when its pin ends; 0 if it has no pin or the pin has ended."""
+    """Seconds since the epoch when its pin ends; 0 without one that lasts."""
 
     @property
     def pinned(self) -> bool:
-        """Whether a pin currently protects the chunk from eviction."""
+        """Whether a pin protects the chunk from eviction."""
         return self.pinned_until_s > 0
 
     @property
     def nbytes(self) -> int:
-        """Total size of its payloads."""
+        """Of all its payloads."""
         return sum(shard.nbytes for shard in self.shards.values())
 
 
@@ -65,17 +61,16 @@ class Usage:
 
     namespace: str
     nbytes: int
-    """Bytes of the payloads that are published and neither forgotten nor dropped."""
     payloads: int
     counted_s: int
-    """Seconds since the epoch of the last exact count, by the counting process's clock; 0 if never.
-    Since then this is a running total. Records that expired or were evicted, or were published by a
-    process that was then killed, can make it wrong."""
+    """Seconds since the epoch of the last exact count, by the counter's clock; 0 if never. Since
+    then this is a running total, wrong by records that expired, were evicted, or were published by
+    a process that was then killed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Savings:
-    """The savings by loads in one namespace and month, as the loading replicas measured them."""
+    """What loads saved in one namespace and month, as the loading replicas measured it."""
 
     namespace: str
     month: str
@@ -85,11 +80,11 @@ class Savings:
     tokens: int = 0
     """Tokens that they loaded."""
     timed_tokens: int = 0
-    """Of these, tokens of replicas that had measured how long they compute one."""
+    """Those of replicas that had measured how long they compute one."""
     compute_gpu_us: int = 0
     """Computing time of ``timed_tokens`` at that pace, times the replica's GPUs."""
     load_gpu_us: int = 0
-    """Duration of the loads of ``timed_tokens``, times the replica's GPUs."""
+    """Duration of their loads, times the replica's GPUs."""
 
     def __post_init__(self) -> None:
         assert re.fullmatch(r"[0-9]{4}-[0-9]{2}", self.month)
@@ -97,8 +92,8 @@ class Savings:
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """Facts that a Redis-like server reports about itself; None if it does not, since managed
-    servers often deny CONFIG."""
+    """What a Redis-like server says of itself; None if it does not: managed ones often deny
+    CONFIG."""
 
     product: str
     """``redis`` or ``valkey``."""
@@ -116,7 +111,7 @@ class ServerFacts:
 
 @dataclass(frozen=True, slots=True)
 class ChunkEntry:
-    """Identifies one chunk in calls to the index."""
+    """The chunk of a record."""
 
     namespace: str
     prefix_hash: bytes
@@ -126,8 +121,7 @@ class ChunkEntry:
 
 
 ShardRecords = Mapping[str, ShardRecord]
-"""The requested shard records of one chunk, by field. An implementation may decode them only when
-they are read."""
+"""Shard records of one chunk, by field. Those that are found may be decoded only when read."""
 
 
 class Lease(NamedTuple):
@@ -138,41 +132,32 @@ class Lease(NamedTuple):
 
 
 class ReadIndex(Protocol):
-    """An index that can be read."""
+    """Can be read."""
 
     def lookup(self, namespace: str, prefix_hashes: Sequence[bytes]) -> list[Record | None]:
-        """Return the records of a whole prompt, in order, with None for missing ones.
-
-        Takes one pipelined round trip for any length (one per node on a cluster).
-        """
+        """Return the records of a whole prompt, in order, with None for missing ones, in one
+        pipelined round trip (one per node on a cluster)."""
 
     def find(
         self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
     ) -> list[ShardRecords | None]:
-        """Return the requested shards of a whole prompt, in order: for each chunk, those of
-        ``fields`` that its record has, or None if it has none of them.
-
-        Takes as many round trips as ``lookup``. Requests use it, so each microsecond per chunk
-        matters.
-        """
+        """Return, for each chunk of a whole prompt, those of ``fields`` that its record has, or
+        None if it has none of them. Takes as many round trips as ``lookup``. Requests use it, so
+        each microsecond per chunk matters."""
 
     def scan(self, namespace: str) -> Iterator[Record]:
         """Yield all records of a namespace in no order. May miss or repeat concurrent changes."""
 
     def namespaces(self) -> list[str]:
-        """Return the sorted namespaces that have records. May be slow: for operators, not for
-        requests."""
+        """Return the sorted namespaces that have records. May be slow, for operators."""
 
     def usage(self) -> list[Usage]:
-        """Return how much is stored per namespace, sorted by namespace.
-
-        An index that can count exactly does so; others keep running totals. Takes one round trip,
-        except when the store itself is the index: that one walks the whole store.
-        """
+        """Return how much is stored, sorted by namespace: exact, or running totals. Takes one round
+        trip, or walks the whole store if that is the index."""
 
     def savings(self) -> list[Savings]:
-        """Return what loads have saved, sorted by namespace and month; empty if this index does not
-        keep it. Takes one round trip."""
+        """Return what loads have saved, sorted by namespace and month, if this index keeps it.
+        Takes one round trip."""
 
     def check(self) -> None:
         """Make a cheap round trip. Raises ``StoreDenied`` with the fix or ``StoreUnavailable``."""
@@ -182,71 +167,53 @@ class ReadIndex(Protocol):
 
 
 class WriteIndex(ReadIndex, Protocol):
-    """An index that can also be written."""
+    """Can also be written."""
 
     def publish(
-        self,
-        chunk: ChunkEntry,
-        shards: Mapping[str, ShardRecord],
-        *,
-        ttl_s: int,
-        lease: Lease | None = None,
+        self, chunk: ChunkEntry, shards: ShardRecords, *, ttl_s: int, lease: Lease | None = None
     ) -> None:
-        """Add or replace these shard fields of the chunk's record. The record then lives for
-        ``ttl_s`` seconds from now, or until its pin ends if that is later.
-
-        Call this only after the payloads can be read. Atomic per record: readers see all of these
-        fields or none. ``lease``: one of this chunk's payloads, given back in the same call.
-        """
+        """Add or replace these shard fields of the chunk's record, whose payloads can be read
+        already. It then lives for ``ttl_s`` seconds from now, or until its pin ends if that is
+        later. Readers see all of these fields or none. ``lease``: one of this chunk's payloads,
+        given back in the same call."""
 
     def touch(self, namespace: str, prefix_hashes: Sequence[bytes], *, ttl_s: int) -> None:
         """Count one hit for each record that exists, and renew its time to live."""
 
     def credit(self, savings: Savings) -> None:
-        """Add to the totals of what loads saved. An index may send them later, and lose them if the
-        process is killed."""
+        """Add to what loads saved. May be sent later, and lost if the process is killed."""
 
     def flush(self) -> None:
         """Send changes of totals that have waited for some seconds. For processes that may save and
-        credit nothing any more. An index whose totals are always right does nothing."""
+        credit nothing any more."""
 
     def forget(self, namespace: str, prefix_hash: bytes, field: str, expected: ShardRecord) -> bool:
-        """Delete one shard field if it equals ``expected``. Return True if this call deleted it.
-
-        The comparison ignores hits, touches and pins. A record without fields disappears.
-        """
+        """Delete one shard field if it equals ``expected``, whatever its hits, touches and pins.
+        Return True if this call deleted it. A record without fields disappears."""
 
     def lease(self, name: str, owner: str, *, ttl_ms: int) -> bool:
-        """Take the lease ``name`` if it is free. Return True if ``owner`` holds it now.
-
-        A lease expires after ``ttl_ms``. Its current owner gets True again.
-        """
+        """Take or extend the lease ``name``, for ``ttl_ms``. Return whether ``owner`` holds it
+        now."""
 
     def release(self, name: str, owner: str) -> None:
         """Give back a lease early. Does nothing if ``owner`` does not hold it."""
 
     def record_sightings(self, names: Sequence[str], *, ttl_s: int) -> list[bool]:
-        """Record that payloads were made, and return for each whether that was recorded before.
-
-        A sighting is forgotten ``ttl_s`` seconds after the last one of the same name. It is no
-        record: nothing is stored, found or counted by it. Takes one pipelined round trip (one per
-        node on a cluster). An index that keeps no sightings returns False for all.
-        """
+        """Record that payloads were made, and return for each whether that was recorded before, at
+        most ``ttl_s`` seconds ago. This is no record: nothing is stored, found or counted by it.
+        Takes one pipelined round trip (one per node on a cluster). An index that keeps no sightings
+        returns False for all."""
 
 
 class PruneIndex(WriteIndex, Protocol):
-    """An index that operators may change by hand."""
+    """Can also be changed by operators."""
 
     def pin(self, namespace: str, prefix_hash: bytes, *, until_s: int, ttl_s: int) -> bool:
-        """Pin the record until ``until_s``, in seconds since the epoch; 0 unpins it. Return False
-        if the record does not exist.
-
-        The record lives for ``ttl_s`` from now, and at least until its pin ends.
-        """
+        """Pin the record until ``until_s``, in seconds since the epoch; 0 unpins it. It lives for
+        ``ttl_s`` from now, and at least until its pin ends. Return False if it does not exist."""
 
     def drop(self, namespace: str, prefix_hash: bytes) -> bool:
         """Remove a whole record, whatever its content. Return True if it existed."""
 
     def set_usage(self, usage: Usage) -> None:
-        """Replace a namespace's running totals with an exact count. An index that always counts
-        exactly ignores it."""
+        """Replace a namespace's running totals, if the index has such, with an exact count."""

@@ -1,8 +1,5 @@
-"""The encoding of one shard record in Redis and SQLite: a short line, in exactly one form.
-
-A value that this module would not write itself is read as absent, because compare-and-delete
-compares the written bytes.
-"""
+"""The encoding of one shard record in Redis and SQLite: a short line, in exactly one form. Any
+other is read as absent, because compare-and-delete compares the written bytes."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, ValuesView
@@ -16,8 +13,7 @@ from objkv.index.base import Record, Savings, ShardRecord, ShardRecords
 _NUMBER = "(?:0|[1-9][0-9]{0,17}+)"
 _PARTS = (_NUMBER, _NUMBER, "[01]", "[0-9a-z:]{0,32}+", _NUMBER, "[01]")
 SHARD_PATTERN = " ".join(_PARTS).encode("ascii")
-"""Regular expression that matches the output of ``encode_shard``. It has no groups and matches no
-line end."""
+"""Matches the output of ``encode_shard``. Has no groups and matches no line end."""
 SHARD_BYTES_MAX: Final = 93
 """Limit of an encoded shard. That of a real payload has at most 55 bytes: Redis stores a record
 compactly only while no value has more than 64."""
@@ -25,11 +21,8 @@ _VALUE = re.compile(" ".join(f"({part})" for part in _PARTS).encode("ascii"))
 
 
 def encode_shard(shard: ShardRecord) -> bytes:
-    """Return ``<nbytes> <raw_bytes> <is_plain> <header_checksum> <created_s> <hot>``: ASCII, the
-    booleans 0 or 1.
-
-    The checksum consists of digits, lower-case letters and colons.
-    """
+    """Return ``<nbytes> <raw_bytes> <is_plain> <header_checksum> <created_s> <hot>`` in ASCII, the
+    booleans 0 or 1, the checksum of digits, lower-case letters and colons."""
     text = (
         f"{shard.nbytes} {shard.raw_bytes} {int(shard.is_plain)} {shard.header_checksum} "
         f"{shard.created_s} {int(shard.hot)}"
@@ -40,8 +33,7 @@ def encode_shard(shard: ShardRecord) -> bytes:
 
 
 def decode_shard(value: bytes) -> ShardRecord | None:
-    """Return the shard record encoded in ``value``; None for anything that ``encode_shard`` never
-    writes."""
+    """Return the encoded shard record; None for what ``encode_shard`` never writes."""
     match = _VALUE.fullmatch(value)
     if match is None:
         return None
@@ -63,8 +55,8 @@ class WrittenShards(Mapping[str, ShardRecord]):
     __slots__ = ("_decoded", "_fields", "_values")
 
     def __init__(self, fields: tuple[str, ...], values: Sequence[bytes]) -> None:
-        """``values`` has one item for each of ``fields``. An item matches ``SHARD_PATTERN``, or is
-        empty for an absent field. At least one is not empty."""
+        """``values``: for each of ``fields`` what matches ``SHARD_PATTERN``, or nothing if it is
+        absent. At least one is there."""
         self._fields = fields
         self._values = values
         self._decoded: dict[str, ShardRecord] | None = None
@@ -113,8 +105,7 @@ def are_hot(shards: ShardRecords) -> bool:
 
 
 def written_rows(found: Iterable[ShardRecords | None], fields: tuple[str, ...]) -> list[bytes]:
-    """Return the encoded shards of each chunk, as ``WrittenShards.written`` does. A chunk that was
-    not found has only empty ones."""
+    """Return for each chunk what ``WrittenShards.written`` does."""
     absent = b"\n" * (len(fields) - 1)
     # The first branches take no call: a microsecond a chunk would be most of a lookup.
     return [
@@ -130,16 +121,14 @@ def written_rows(found: Iterable[ShardRecords | None], fields: tuple[str, ...]) 
 
 
 def shards_of(record: Record | None, fields: Sequence[str]) -> ShardRecords | None:
-    """Return those of ``fields`` that the record has, or None if it has none. See
-    ``ReadIndex.find``."""
+    """Return what ``ReadIndex.find`` returns of a record."""
     if record is None:
         return None
     return {name: record.shards[name] for name in fields if name in record.shards} or None
 
 
 def sighting_name(name: str) -> str:
-    """Return a short name for a sighting: 32 hex digits. If two names ever shared it, a payload
-    would be saved earlier than it need be."""
+    """Return 32 hex digits. Names that shared them would only have a payload saved too early."""
     return xxhash.xxh3_128_hexdigest(name.encode("utf-8"))
 
 
@@ -155,8 +144,7 @@ def savings_fields(savings: Savings) -> dict[str, int]:
 
 
 def read_savings(numbers: Mapping[str, int]) -> list[Savings]:
-    """Return the savings in fields of ``savings_fields``, sorted. Other fields and negative numbers
-    are ignored."""
+    """Return the savings in fields of ``savings_fields``, sorted, and ignore all others."""
     found: dict[tuple[str, str], dict[str, int]] = {}
     for field, value in numbers.items():
         match = _SAVINGS.fullmatch(field)

@@ -1,7 +1,6 @@
 """An index whose calls go through a guard: breakers, deadlines and counters.
 
-Also the base of indexes that override a few verbs of another index. Without a guard every verb
-passes straight through.
+Also the base of indexes that override a few verbs of another: without a guard, each passes through.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -49,11 +48,10 @@ def _written(verb: str, *, unwritten: object = None) -> Callable[..., Any]:
 
 
 class GuardedIndex(Guarded[WriteIndex]):
-    """An index behind a guard.
+    """An index behind a guard, which ``check``, ``flush`` and ``close`` skip.
 
-    A ``WriteIndex``: operators change the inner index directly. ``check``, ``flush`` and
-    ``close`` skip the guard too. In the read-only role, writes do nothing and no lease is granted,
-    so savers do not save. This is not an error, because a replica writes only hints to an index.
+    Operators change the inner index directly. In the read-only role, writes do nothing and no lease
+    is granted, so savers do not save. This is no error, because replicas write only hints.
     """
 
     lookup = guarded("lookup")
@@ -70,8 +68,7 @@ class GuardedIndex(Guarded[WriteIndex]):
     release = _written("release")
 
     def check(self) -> None:
-        """See ``ReadIndex``. The read-only role looks up one record instead, because an index's
-        check may write."""
+        """The read-only role looks up one record instead, because an index's check may write."""
         if not self.guard.may_write:
             self.lookup("0" * NAMESPACE_HEX, [bytes(PREFIX_HASH_BYTES)])
             return
@@ -79,22 +76,21 @@ class GuardedIndex(Guarded[WriteIndex]):
             self.inner.check()
 
     def flush(self) -> None:
-        """See ``WriteIndex``. A breaker must not take it for a success if there is nothing to
-        send, and nothing waits for an index that fails."""
+        """Skips the breaker, for which sending nothing would be a success. Nothing waits for an
+        index that fails."""
         if not self.guard.is_failing:
             with self.guard.deadline():
                 self.inner.flush()
 
     def record_sightings(self, names: Sequence[str], *, ttl_s: int) -> list[bool]:
-        """See ``WriteIndex``. The read-only role records nothing."""
         if not self.guard.may_write:
             return [False] * len(names)
         return self.guard.call("sight", self.inner.record_sightings, names, ttl_s=ttl_s)
 
 
 def for_operators(admin: PruneIndex | None) -> PruneIndex:
-    """Return the index on which operators pin, drop and count. Raises ``StoreDenied`` for None, the
-    read-only role's index."""
+    """Return the index on which operators pin, drop and count. Raises ``StoreDenied`` for a
+    reader's, None."""
     if admin is None:
         raise StoreDenied("role reader does not allow writes: set role to writer or sweeper")
     return admin

@@ -1,9 +1,5 @@
 """Circuit breakers: a server that keeps failing gets no calls for a while, so callers do not wait
-for it.
-
-Reads and writes have separate breakers: a full disk, a read-only replica or a lost primary stops
-writes, and reads continue. No lock is held during a call. See decision 20 in ``docs/decisions.md``.
-"""
+for it. No lock is held during a call. See decision 20 in ``docs/decisions.md``."""
 
 import logging
 import math
@@ -28,8 +24,8 @@ DIRECTIONS: tuple[Direction, ...] = ("read", "write")
 _CUT_SHARE = 1 / 4
 """In this last part of a caller's time no attempt starts (``objkv.stores.s3.client``)."""
 _BUSY_MAX = 3
-"""Number of nearby ``StoreBusy`` replies to reads that pauses writes. A single one means little:
-servers that scale up or have many clients send it now and then."""
+"""Number of nearby ``StoreBusy`` replies to reads that pauses writes. Servers that scale up or have
+many clients send a single one now and then."""
 _BUSY_WITHIN_S = 3.0
 _BUSY_WITHIN_READS = 30
 
@@ -41,52 +37,22 @@ class BreakerLimits:
     failures: int = 5
     """Consecutive failures that open it."""
     reset_s: float = 1.0
-    """Maximum first pause. Each pause is at most twice as long as the previous one."""
+    """Longest first pause. The limit doubles with each pause."""
     reset_max_s: float = 15.0
-    """Maximum pause: a recovered server is probed within this time."""
     enough_s: float = 1.0
-    """If a call had less time than this and its caller's deadline ended it, it does not count as a
-    failure of the server."""
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A breaker opened or closed."""
-
-    end: str
-    """``bulk``, ``hot``, ``index`` or ``disk``."""
-    direction: Direction
-    error: StoreError | None
-    """Why it opened; None if it closed."""
-
-
-OnChange = Callable[[Change], None]
-"""Called when a circuit opens or closes, and when a probe is refused instead of unanswered. Any
-thread may call it while holding a lock, so it must only log or count."""
-
-
-def log_change(change: Change) -> None:
-    """Log one line for each change of a breaker."""
-    what = f"{change.end} {change.direction}s"
-    if change.error is None:
-        logger.warning("%s work again", what)
-    elif isinstance(change.error, StoreDenied):  # only an operator can fix that
-        logger.error("%s are refused, serving without them reason=%s", what, change.error)
-    else:
-        logger.warning("%s keep failing, serving without them reason=%s", what, change.error)
+    """A call that had less time, and that its caller's deadline ended, is no failure of the server.
+    """
 
 
 class Breaker:
-    """After enough consecutive failures, raises ``LeftAlone`` at once.
+    """After enough consecutive failures, raises ``LeftAlone`` at once. Thread-safe.
 
     A transient error or a denial is a failure. Any other error proves that the server responds, and
     is a success. After a pause one call passes as a probe. If it succeeds the circuit closes;
-    otherwise the next pause is longer, up to ``reset_max_s``. A probe that hangs does not block the
-    next one. Each pause is drawn from its upper half, so that many replicas do not probe in step.
-    Thread-safe.
-
-    A call that its caller's own ``EndsBy`` cuts short is neither a failure nor a success, unless
-    the caller had at least ``enough_s``; then the server counts as failed.
+    otherwise the next pause is longer. A probe that hangs does not block the next one. Each pause
+    is drawn from its upper half, so that many replicas do not probe in step. A call that its
+    caller's own ``EndsBy`` cuts short is neither a failure nor a success, unless the caller had at
+    least ``enough_s``.
     """
 
     def __init__(
@@ -95,22 +61,21 @@ class Breaker:
         direction: Direction,
         limits: BreakerLimits,
         recorder: Recorder,
-        on_change: OnChange,
+        *,
+        logs: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._change = Change(end, direction, None)
+        self._what, self._name = f"{end} {direction}s", f"{end}_{direction}"
         self._limits = limits
         self._recorder = recorder
-        self._on_change = on_change
+        self._logs = logs
         self.clock = clock
         self.now_s: Callable[[], float] = time.monotonic
         """The clock of ``EndsBy``."""
         self.draw: Callable[[], float] = random.random
-        """Returns a random number in [0, 1)."""
         self.is_open = False
         """Whether all calls except probes are refused."""
         self._failures = 0
-        """Consecutive failures while it is closed."""
         self._lock = Lock()
         self._pauses = 0
         self._pauses_kept: int | None = None
@@ -125,17 +90,14 @@ class Breaker:
             if not self.is_open:
                 return False
             if self.clock() < self._again_s:
-                what = self._change
-                self._recorder.count(f"breaker_refused_{what.end}_{what.direction}")
+                self._recorder.count(f"breaker_refused_{self._name}")
                 raise LeftAlone(
-                    f"{verb}: {what.end} {what.direction}s keep failing, so they are paused "
-                    "(circuit open)"
+                    f"{verb}: {self._what} keep failing, so they are paused (circuit open)"
                 )
             self._pause()  # as if it had failed: it may never return
             return True
 
     def end_call(self, error: StoreError | None, *, is_probe: bool) -> None:
-        """Record the outcome of a call."""
         if error is None and not is_probe and not self._failures:
             return  # the usual case, without a lock
         failed = error is not None and (error.transient or isinstance(error, StoreDenied))
@@ -155,16 +117,15 @@ class Breaker:
                 self._close()
 
     def is_ended_by_caller(self, error: StoreError, given_s: float) -> bool:
-        """Whether the caller's own deadline ended the call, which started with ``given_s`` seconds
-        left."""
+        """Whether the caller's own deadline ended the call, for which it had ``given_s``."""
         if not error.transient or isinstance(error, StoreBusy):
             return False  # the server replied
         left_s = ends_s() - self.now_s()
         return given_s < self._limits.enough_s and left_s <= given_s * _CUT_SHARE
 
     def open(self, error: StoreError, *, briefly: bool = False) -> None:
-        """Open now, regardless of failures. ``briefly``: for the first pause; if the server
-        responds after it, restore the earlier state."""
+        """Open now. ``briefly``: for the first pause; if the server responds after it, restore the
+        earlier state."""
         with self._lock:
             if not self.is_open:
                 self._open(error, briefly=briefly)
@@ -177,7 +138,7 @@ class Breaker:
         self._pauses = 0 if briefly else self._pauses
         self._pause()
         self._denied = isinstance(error, StoreDenied)
-        self._recorder.count(f"breaker_openings_{self._change.end}_{self._change.direction}")
+        self._recorder.count(f"breaker_openings_{self._name}")
         self._report(error)
 
     def _close(self) -> None:
@@ -197,14 +158,20 @@ class Breaker:
         self._again_s = self.clock() + longest_s * (1 + self.draw()) / 2
 
     def _report(self, error: StoreError | None) -> None:
-        end, direction = self._change.end, self._change.direction
-        self._recorder.level(f"breaker_open_{end}_{direction}", float(self.is_open))
-        self._on_change(Change(end, direction, error))
+        self._recorder.level(f"breaker_open_{self._name}", float(self.is_open))
+        if not self._logs:
+            return
+        if error is None:
+            logger.warning("%s work again", self._what)
+        elif isinstance(error, StoreDenied):  # only an operator can fix that
+            logger.error("%s are refused, serving without them reason=%s", self._what, error)
+        else:
+            logger.warning("%s keep failing, serving without them reason=%s", self._what, error)
 
 
 class Attempt:
-    """A context manager around one call. Entering it raises ``LeftAlone`` if the call must not be
-    made. Leaving it reports the outcome to the breaker, and a ``StoreBusy`` to ``on_busy``."""
+    """A context manager around one call. Entering raises ``LeftAlone`` if the call must not be
+    made. Leaving reports the outcome to the breaker, and a ``StoreBusy`` to ``on_busy``."""
 
     __slots__ = ("_breaker", "_given_s", "_is_probe", "_on_busy", "_verb")
 
@@ -231,7 +198,8 @@ class Attempt:
 
 
 class Breakers:
-    """The two breakers of one store or index: failing reads do not stop writes, and vice versa.
+    """The two breakers of one store or index: a full disk, a read-only replica or a lost primary
+    stops writes, and reads continue.
 
     A server that replies ``StoreBusy`` gets no writes for a pause, because requests wait for reads.
     One such reply to a write is enough. Reads need several, and stop writes only briefly.
@@ -243,18 +211,19 @@ class Breakers:
         limits: BreakerLimits,
         recorder: Recorder,
         *,
-        on_change: OnChange = log_change,
+        logs: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.read = Breaker(end, "read", limits, recorder, on_change, clock)
-        self.write = Breaker(end, "write", limits, recorder, on_change, clock)
+        """``end``: ``bulk``, ``hot``, ``index`` or ``disk``. ``logs``: one line each time that
+        calls are stopped or work again."""
+        self.read = Breaker(end, "read", limits, recorder, logs=logs, clock=clock)
+        self.write = Breaker(end, "write", limits, recorder, logs=logs, clock=clock)
         self._reads = count()
         self._lock = Lock()
         self._busy: deque[tuple[float, int]] = deque(maxlen=_BUSY_MAX)
         """When and at which read the server replied ``StoreBusy``."""
 
     def attempt(self, direction: Direction, verb: str) -> Attempt:
-        """Return the context manager for one call."""
         if direction == "read":
             next(self._reads)
             return Attempt(self.read, verb, self._busy_read)

@@ -1,8 +1,8 @@
 """Deadlines of calls, and sockets that respect them.
 
-A client library supports only time-outs, each for one piece that is sent or received: a server that
-sends a byte now and then never exceeds one. So clients use deadline sockets (decision 20 in
-``docs/decisions.md``). objkv's own readers wait in the kernel instead: one call, while Python would
+Client libraries have only time-outs for one piece that is sent or received, which a server that
+sends a byte now and then never exceeds. So they get deadline sockets (decision 20 in
+``docs/decisions.md``). objkv's own readers wait in the kernel, in one call, while Python would
 poll, receive a little and repeat (decision 9).
 """
 
@@ -19,9 +19,8 @@ def bound_waits(sock: socket.socket, seconds: float) -> None:
     """Make each call on ``sock`` wait in the kernel for at most ``seconds``; 0 waits forever. Not
     for TLS, which keeps state between calls.
 
-    A call that reaches the limit returns its partial result, or raises BlockingIOError if there is
-    none. A signal restarts the wait: a timer that fires more often than ``seconds`` in the same
-    thread, such as a profiler's, prolongs it indefinitely.
+    A call that reaches the limit returns its partial result, or raises BlockingIOError without one.
+    A signal restarts the wait, so a profiler's timer of less than ``seconds`` prolongs it forever.
     """
     whole, part = divmod(seconds, 1)
     bound = struct.pack("ll", int(whole), int(part * 1e6))
@@ -50,8 +49,7 @@ class EndsBy:
 
 
 def ends_s() -> float:
-    """Return the deadline of this thread's call, a time of ``time.monotonic``; infinite if there is
-    none."""
+    """Return the deadline of this thread's call, by ``time.monotonic``; infinite without one."""
     return _ENDS_S.get()
 
 
@@ -62,8 +60,8 @@ def check_end() -> None:
 
 
 def deadline_socket(sock: socket.socket) -> socket.socket:
-    """Return the same connection as a socket that respects ``EndsBy``. Do not use ``sock``
-    afterwards. Convert a TLS connection only after its handshake."""
+    """Return the same connection as a socket that respects ``EndsBy``, in place of ``sock``. A TLS
+    connection must have had its handshake."""
     timeout_s = sock.gettimeout()
     if isinstance(sock, ssl.SSLSocket):
         sock.__class__ = _DeadlineTlsSocket

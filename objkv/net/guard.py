@@ -1,16 +1,14 @@
-"""A guard around each store and index: all calls pass it in one method and one order.
+"""A guard around each store and index: all calls pass it in one order.
 
     read-only role → circuit breaker → recorder → deadline → the store or index itself
 
-A call that the role forbids goes no further. Metrics count calls that reach the store, and not
-those that a breaker refuses. See decision 26 in ``docs/decisions.md``.
+Metrics do not count calls that role or breaker refuse. See decision 26 in ``docs/decisions.md``.
 """
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from time import monotonic
+from dataclasses import KW_ONLY, dataclass
+from time import monotonic, perf_counter
 from typing import Any, Final, Generic, ParamSpec, Protocol, TypeVar
 
 from objkv.errors import StoreDenied, StoreError
@@ -22,7 +20,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 Outcome = Callable[[Any, tuple[Any, ...]], Iterable[tuple[str, float]]]
-"""Returns the counters to increase after a call, given its result and its arguments."""
+"""Returns the counters to increase after a call, by its result and its arguments."""
 
 _WALK_FACTOR = 12
 _READER = "role reader does not allow writes: set role to writer or sweeper"
@@ -59,7 +57,7 @@ class CallPolicy:
         """Raise ``StoreDenied`` if the role forbids ``call``."""
 
     def deadline(self) -> AbstractContextManager[None]:
-        """Return a context manager that bounds one call, for calls that skip the guard."""
+        """Return what bounds one call, for calls that skip the guard."""
         return _NOTHING
 
 
@@ -74,15 +72,13 @@ B = TypeVar("B", bound=Closeable)
 
 
 class Guarded(Generic[B]):
-    """``inner`` behind ``guard``, by methods that ``guarded`` makes. Closing this closes
-    ``inner``."""
+    """``inner`` behind ``guard``, by methods that ``guarded`` makes."""
 
     def __init__(self, inner: B, guard: CallPolicy | None = None) -> None:
         self.inner = inner
         self.guard = guard or CallPolicy()
 
     def close(self) -> None:
-        """Close ``inner``."""
         self.inner.close()
 
 
@@ -102,56 +98,46 @@ def guarded_scan(self: Guarded[Any], start: str) -> Iterator[Any]:
         yield item
 
 
+@dataclass(eq=False)
 class Guard(CallPolicy):
     """Guards the calls of one store or index, and counts them under ``name``. Thread-safe.
 
     Per verb it observes ``<name>_<verb>_seconds``, including failed calls, and counts
-    ``<name>_<verb>_errors``, also per class as ``<name>_<verb>_errors_StoreDenied``. ``verbs``
-    defines the other counters.
+    ``<name>_<verb>_errors``, also per class as ``<name>_<verb>_errors_StoreDenied``.
 
-    ``seconds``: the deadline of a call (twelve times as long for one that walks), which deadline
-    sockets respect; None if the backend has its own. ``may_write``: False for the read-only role.
+    ``verbs``: all of them, with their other counters. ``seconds``: the deadline of a call (twelve
+    times as long for one that walks); None if the backend has its own. ``may_write``: False for the
+    read-only role.
     """
 
-    def __init__(
-        self,
-        name: str,
-        verbs: Mapping[str, Verb],
-        recorder: Recorder,
-        breakers: Breakers,
-        *,
-        seconds: float | None = None,
-        may_write: bool = True,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self.breakers = breakers
-        self.recorder = recorder
-        self.clock = clock
-        self.may_write = may_write
-        self._name = name
-        self._seconds = seconds
-        self._verbs = verbs
+    name: str
+    verbs: Mapping[str, Verb]
+    recorder: Recorder
+    breakers: Breakers
+    _: KW_ONLY
+    seconds: float | None = None
+    may_write: bool = True
+    clock: Callable[[], float] = perf_counter
 
     @property
     def is_failing(self) -> bool:
-        """See ``CallPolicy``."""
         return self.breakers.write.is_open
 
     def call(self, verb: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Make ``call`` in the module's order, or raise ``StoreError`` without making it."""
-        how, name, count = self._verbs[verb], f"{self._name}_{verb}", self.recorder.count
+        how, name, count = self.verbs[verb], f"{self.name}_{verb}", self.recorder.count
         if not self.may_write and how.direction == "write":
             self.check_may_write(f"{verb} {args[0]}")
         with self.breakers.attempt(how.direction, verb):
             begun_s = self.clock()
             if how.totals is not None:
-                count(f"{self._name}_{how.totals[0]}")
+                count(f"{self.name}_{how.totals[0]}")
             try:
                 with self.deadline(walks=how.walks):
                     result = call(*args, **kwargs)
             except StoreError as exc:
                 if how.totals is not None:
-                    count(f"{self._name}_{how.totals[1]}")
+                    count(f"{self.name}_{how.totals[1]}")
                 count(f"{name}_errors")
                 count(f"{name}_errors_{type(exc).__name__}")
                 raise
@@ -159,16 +145,14 @@ class Guard(CallPolicy):
                 self.recorder.observe(f"{name}_seconds", self.clock() - begun_s)
         if how.outcome is not None:
             for counter, amount in how.outcome(result, args):
-                count(f"{self._name}_{counter}", amount)
+                count(f"{self.name}_{counter}", amount)
         return result
 
     def check_may_write(self, call: str) -> None:
-        """See ``CallPolicy``."""
         if not self.may_write:
             raise StoreDenied(f"{call}: {_READER}")
 
     def deadline(self, *, walks: bool = False) -> AbstractContextManager[None]:
-        """See ``CallPolicy``."""
-        if self._seconds is None:
+        if self.seconds is None:
             return _NOTHING
-        return EndsBy(monotonic() + self._seconds * (_WALK_FACTOR if walks else 1))
+        return EndsBy(monotonic() + self.seconds * (_WALK_FACTOR if walks else 1))

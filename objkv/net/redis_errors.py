@@ -56,8 +56,7 @@ _ALL_ROLES = frozenset(("ping", "hget", "hmget", "hgetall", "get", "exists", "ge
 
 @contextmanager
 def translated(call: str) -> Iterator[None]:
-    """Raise redis-py's exceptions as a ``StoreError`` that states who can act. Its message begins
-    with ``call``."""
+    """Raise redis-py's exceptions as a ``StoreError``, whose message begins with ``call``."""
     try:
         yield
     except CLIENT_ERRORS as exc:
@@ -72,7 +71,6 @@ def translation(call: str, exc: Exception) -> StoreError:
 
 
 def _meaning(words: str, exc: Exception) -> tuple[type[StoreError], str]:
-    """Return the class for ``exc``, and the fix if there is one."""
     causes = list(_causes(exc))
 
     def is_of(*kinds: type[BaseException]) -> bool:
@@ -101,7 +99,6 @@ def _meaning(words: str, exc: Exception) -> tuple[type[StoreError], str]:
 
 
 def _rights_fix(words: str) -> str:
-    """Return which role has the right that the server misses, from its message ``words``."""
     if "can't access" in words or "no permissions to access" in words:
         return (
             "the ACL covers other keys: set redis_prefix and redis_username of the same tenant, or "
@@ -129,8 +126,8 @@ def _causes(exc: BaseException | None) -> Iterator[BaseException]:
 
 
 def with_hint(exc: Exception, *, tls: bool) -> Exception:
-    """Return ``exc``, of a failed connection, with a hint at TLS if that may be why: a server
-    without TLS never answers a handshake, and one with TLS hangs up on a command."""
+    """Return ``exc``, of a failed connection, with a hint if TLS may be why: a server without TLS
+    never answers a handshake, and one with TLS hangs up on a command."""
     clear = (ConnectionRefusedError, socket.gaierror, ssl.SSLCertVerificationError)
     if type(exc) not in _TIMED_OUT_OR_CLOSED or any(isinstance(c, clear) for c in _causes(exc)):
         return exc

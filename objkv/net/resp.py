@@ -1,9 +1,8 @@
 """Direct reads and writes on the sockets of redis-py's connections.
 
 redis-py makes and routes the connections: login, TLS, retries, topology. A call that moves a
-payload, or looks up a thousand chunks, uses the socket directly, because the client reads every
-reply through its own buffers and objects. Anything unusual goes through the client: a caller that
-gets no connection here repeats its call there.
+payload, or looks up a thousand chunks, uses the socket directly, because the client reads replies
+through its own buffers and objects. A caller that gets no connection here uses the client.
 """
 
 import math
@@ -27,6 +26,9 @@ Pool = Any
 """A connection pool of redis-py, whose types do not cover its use here."""
 KEEP_S = 10.0
 """How long a connection is lent before it returns to its pool, which may replace it."""
+LOGIN_S = 600.0
+"""How long a connection keeps a login with credentials that expire. Every known token lives longer:
+Amazon's for 15 minutes, others for an hour."""
 PRIVATE_NAMES: Final = {
     "connection": (
         "_sock",
@@ -48,11 +50,8 @@ _CLOSED = "the server closed the connection"
 
 
 class RespConnection:
-    """A connection of ``pool``, lent to one thread at a time. Raises redis-py's exceptions for a
-    lost connection.
-
-    ``clean`` is False from the first byte sent until the last one is read.
-    """
+    """A connection of ``pool``, lent to one thread at a time. Raises redis-py's exceptions.
+    ``clean`` is False from the first byte sent until the last one is read."""
 
     def __init__(self, pool: Pool, connection: Any) -> None:
         self.pool = pool
@@ -69,7 +68,6 @@ class RespConnection:
             bound_waits(self.sock, self._timeout_s or 0.0)
 
     def is_fresh(self) -> bool:
-        """Whether the connection may be reused."""
         connection = self._connection
         return (
             connection._sock is self.sock
@@ -80,7 +78,7 @@ class RespConnection:
         )
 
     def _is_quiet(self) -> bool:
-        """Whether it has received nothing except replies to its commands, and no end of stream."""
+        """Whether it has received no end of stream, and nothing but replies to its commands."""
         if self._rest:
             return False
         if self.tls and self.sock.pending():  # type: ignore[attr-defined]  # an SSLSocket's
@@ -98,7 +96,6 @@ class RespConnection:
         self.pool.release(self._connection)
 
     def send(self, command: bytes) -> None:
-        """Send all of ``command``."""
         self.clean = False
         sent = 0
         try:
@@ -109,8 +106,7 @@ class RespConnection:
             raise _lost(exc) from exc
 
     def offer(self, data: memoryview) -> int:
-        """Send as much of ``data`` as the socket accepts at once; all of it with TLS. Return the
-        number of bytes."""
+        """Send what the socket accepts at once; all of it with TLS. Return the number of bytes."""
         self.clean = False
         try:
             if not self.tls:
@@ -123,7 +119,7 @@ class RespConnection:
             raise _lost(exc) from exc
 
     def wait_to_receive(self) -> bool:
-        """Wait until the socket is readable or writable, after an offer that sent nothing. Return
+        """Wait, after an offer that sent nothing, until the socket is readable or writable. Return
         whether it is readable."""
         poll = select.poll()
         try:
@@ -149,8 +145,8 @@ class RespConnection:
         return data
 
     def read_line(self, nbytes: int) -> bytes:
-        """Return the next line, without its line end. Requests only ``nbytes`` at first, so that
-        the data after the line can be received straight into its target."""
+        """Return the next line without its end. Receives only ``nbytes`` at first, so that what
+        follows it can be received straight into its target."""
         data = self._rest or self.receive(nbytes)
         while (end := data.find(_CRLF)) < 0:
             if len(data) > _LINE_BYTES_MAX:
@@ -196,12 +192,9 @@ def packed(*words: bytes | int) -> bytes:
 
 
 class RespConnections:
-    """Lends connections of ``client``, and keeps some of them between calls.
-
-    Taking a connection from its pool and returning it costs as much as reading a small value. So up
-    to half of a pool's connections stay here, but never the last one, which another thread may be
-    waiting for. A pool whose connections are all in use gets every one back.
-    """
+    """Lends connections of ``client``, and keeps up to half of them between calls, because taking
+    one from its pool and returning it costs as much as reading a small value. A pool whose
+    connections are all in use, so that threads may wait for one, gets every one back."""
 
     def __init__(self, client: Any) -> None:
         self.is_cluster = isinstance(client, redis.RedisCluster)
@@ -210,8 +203,7 @@ class RespConnections:
         self._closed = Event()
 
     def pool_of(self, key: str) -> Pool | None:
-        """Return the pool of the server that has ``key``; None if its connections cannot be
-        lent."""
+        """Return the pool of the server that has ``key``; None if it cannot be used."""
         client = self._client
         if self.is_cluster:
             client = client.get_redis_connection(client.get_node_from_key(key))
@@ -219,11 +211,8 @@ class RespConnections:
 
     def acquire(self, key: str) -> RespConnection | None:
         """Return a connection to the server of ``key``, to pass to ``release``; None if the caller
-        must use the client.
-
-        Raises redis-py's exceptions. On a cluster it returns None instead, and the client finds the
-        server.
-        """
+        must use the client. Raises redis-py's exceptions, but not on a cluster, where the client
+        finds the server."""
         try:
             return self.acquire_from(self.pool_of(key))
         except CLIENT_ERRORS:
@@ -232,9 +221,8 @@ class RespConnections:
             raise
 
     def acquire_from(self, pool: Pool | None) -> RespConnection | None:
-        """Return a connection of ``pool``, to pass to ``release``. None if the pool's connections
-        are of an unknown kind: without sockets (in tests, with a cache), or with another
-        protocol."""
+        """Return a connection of ``pool``, to pass to ``release``; None if they are of an unknown
+        kind: without sockets (in tests, with a cache), or with another protocol."""
         if pool is None:
             return None
         kept = self._kept.get(pool)
@@ -262,16 +250,15 @@ class RespConnections:
             self.close()
 
     def close(self) -> None:
-        """Return all connections to their pools. Lent ones follow when their calls end.
-        Idempotent."""
+        """Return all connections to their pools, lent ones when their calls end. Idempotent."""
         self._closed.set()
         for kept in list(self._kept.values()):
             while one := _popped(kept):
                 one.end()
 
     def _end_old(self) -> None:
-        """Return unused connections to their pools, for example those to nodes that have left the
-        cluster. Empty queues stay, because another thread may be about to fill one."""
+        """Return unused connections, such as those to nodes that have left the cluster. Empty
+        queues stay, because another thread may be about to fill one."""
         for kept in list(self._kept.values()):
             while (one := _popped(kept)) and not one.is_fresh():
                 one.end()
@@ -301,8 +288,7 @@ def _opened(pool: Pool) -> RespConnection | None:
 
 
 def _has_more(pool: Pool) -> bool:
-    """Whether the pool can lend another connection at once; then no thread is waiting for this
-    one."""
+    """Whether the pool can lend another at once, so that no thread waits for this one."""
     free = getattr(pool, "pool", None)  # a BlockingConnectionPool's, read without its lock
     return free is None or bool(getattr(free, "queue", ()))
 
@@ -336,21 +322,20 @@ class _Deadline:
     _login_at_s = 0.0
 
     def connect(self) -> None:
-        """Connect unless connected. A login that grew too old is renewed by connecting again."""
+        """A login that grew too old is renewed by connecting again."""
         if self._sock is not None and self.should_reconnect():
             self.disconnect()  # type: ignore[attr-defined]  # of the class after it, like all below
         super().connect()  # type: ignore[misc]
 
     def should_reconnect(self) -> bool:
-        """Whether to connect again before the next command: the server announced maintenance, or
-        the credentials of this login may have expired."""
-        login_s: float = getattr(self.credential_provider, "login_s", math.inf)
-        is_old = time.monotonic() - self._login_at_s > login_s
+        """Whether to connect again before the next command: for maintenance that the server
+        announced, or because the credentials may have expired."""
+        has_expiring = self.credential_provider is not None
+        is_old = has_expiring and time.monotonic() - self._login_at_s > LOGIN_S
         return is_old or super().should_reconnect()  # type: ignore[misc]
 
     def connect_check_health(self, *args: Any, **options: Any) -> None:
-        """Connect and log in. The error hints at a server that answers only with, or only without,
-        TLS."""
+        """The error hints at a server that answers only with, or only without, TLS."""
         try:
             super().connect_check_health(*args, **options)  # type: ignore[misc]
         except (exceptions.ConnectionError, exceptions.TimeoutError) as exc:

@@ -1,16 +1,15 @@
 """The contract of a store of immutable values under relative keys, such as
 ``ns/aa/hash/0.L0-2_H0-2.safetensors``.
 
-The protocols let a signature state what its code may destroy: code that takes a ``ReadStore``
-cannot change anything, and only sweeps receive a ``PruneStore``.
+The protocols state what code may destroy: a ``ReadStore`` cannot change anything, and only sweeps
+receive a ``PruneStore``.
 
-Every method of every store may be called from many threads. It blocks until it returns, or raises
-``StoreError`` (or a subclass) and nothing else, within the deadline that the store was built with.
+Any thread may call any method. It blocks until it returns, or raises ``StoreError`` (or a subclass)
+and nothing else, within the deadline that the store was built with.
 
-A key matches ``[A-Za-z0-9._/-]+``, has no empty, ``.`` or ``..`` component, and is at most 900
-bytes long. A component is at most 200 bytes long, because a file system must be able to hold it. No
-key extends another key with a ``/``: a folder cannot hold both ``a`` and ``a/b``. Every store calls
-``check_key`` before it does anything else.
+A key matches ``[A-Za-z0-9._/-]+``, has no empty, ``.`` or ``..`` component, and at most 900 bytes,
+200 per component, so that file systems can hold it. No key extends another key with a ``/``: a
+folder cannot hold both ``a`` and ``a/b``. Every store calls ``check_key`` first.
 """
 
 import mmap
@@ -25,10 +24,9 @@ Buffer = bytes | bytearray | memoryview
 """Contiguous. A memoryview must have format ``B``."""
 
 Arrived = Callable[[int], None]
-"""Progress callback of a get. The argument is the number of leading bytes of the buffer that are
-valid; more may follow. The store calls it at least once, with rising numbers, on the thread that
-called the store. It does not write these bytes again during this get, so the callback may start to
-copy them. An exception from the callback ends the get and reaches the caller unchanged."""
+"""Progress callback of a get, called at least once, on the caller's thread, with the rising number
+of leading bytes of the buffer that are valid. The get does not write these bytes again, so the
+callback may copy them. Its exceptions end the get and reach the caller unchanged."""
 
 KEY_BYTES_MAX = 900
 COMPONENT_BYTES_MAX = 200
@@ -54,8 +52,7 @@ class Unfinished:
     """A leftover of a killed writer, or a write in progress. No reader sees it."""
 
     key: str
-    """Key of the intended value, or only the part that the backend can report: a local store
-    reports the folder of the temporary file."""
+    """Of the intended value, as far as known: a local store knows its folder."""
     name: str
     """The store's own identifier, for ``discard``."""
     nbytes: int
@@ -74,7 +71,7 @@ class LifecycleRules:
 
 
 class ReadValues(Protocol):
-    """A store that can be read by key."""
+    """Can be read by key."""
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes | None:
         """Return bytes ``[start, end)`` of the value, or None if the key does not exist: fewer if
@@ -86,11 +83,10 @@ class ReadValues(Protocol):
         """Read the value to the beginning of ``buffer``. Return the number of bytes, or None if the
         key does not exist.
 
-        Without ``start``, read the whole value; a value longer than ``buffer`` raises
-        ``ValueTooLong``. With ``start``, read bytes ``[start, start + len(buffer))``: fewer if the
-        value ends earlier, and 0 if it ends before ``start``. ``buffer`` is writable, contiguous
-        and of format ``B``. The caller owns it, and the store does not access it after returning or
-        raising. After an error its content is undefined.
+        Without ``start``, read the whole value; one longer than ``buffer`` raises ``ValueTooLong``.
+        With ``start``, read bytes ``[start, start + len(buffer))``: fewer, or 0, if the value ends
+        earlier. ``buffer`` is the caller's, writable, contiguous and of format ``B``. It is not
+        accessed after the call, and undefined after an error.
         """
 
     def head(self, key: str) -> Entry | None:
@@ -98,10 +94,7 @@ class ReadValues(Protocol):
 
     def check(self) -> None:
         """Make one cheap round trip that proves that the store exists and accepts our credentials.
-
-        Raises ``StoreDenied`` with the fix (missing bucket, wrong credentials, not a folder) or
-        ``StoreUnavailable``.
-        """
+        Raises ``StoreDenied`` with the fix, or ``StoreUnavailable``."""
 
     def close(self) -> None:
         """Release connections. Idempotent; do not use the store afterwards."""
@@ -112,18 +105,12 @@ class ReadStore(ReadValues, Protocol):
 
     def scan(self, prefix: str) -> Iterator[Entry]:
         """Yield all entries whose key starts with ``prefix``, in key order if the backend has one.
-
-        May miss or repeat entries that are added or removed during the scan. Memory use is bounded:
-        the whole listing is never in memory.
-        """
+        May miss or repeat entries that change meanwhile. The listing is never whole in memory."""
 
     def folders(self, folder: str) -> list[str]:
         """Return the sorted names ``x`` for which keys start with ``<folder>/x/``; an empty
-        ``folder`` means the top level.
-
-        May include folders without keys. Omits names that cannot be part of a key. For operators: a
-        backend without folders reads every key.
-        """
+        ``folder`` means the top level. May include folders without keys, and omits names that
+        cannot be part of one. For operators: a backend without folders reads every key."""
 
 
 class WriteValues(ReadValues, Protocol):
@@ -132,10 +119,9 @@ class WriteValues(ReadValues, Protocol):
     def put_if_absent(self, key: str, value: Buffer) -> bool:
         """Write ``value`` atomically unless ``key`` exists. Return True if this call wrote it.
 
-        Readers see the whole value or none of it, also after a crash of the writer or the host. If
-        many writers race, exactly one gets True; none, if the store had to repeat the put that
-        wrote because its response was lost. The store keeps no reference to ``value`` after
-        returning.
+        Readers see the whole value or none of it, also after a crash of the writer or the host. Of
+        racing writers exactly one gets True; none, if the store repeated the put that wrote because
+        its response was lost. No reference to ``value`` is kept.
         """
 
     def put(self, key: str, value: Buffer) -> None:
@@ -144,7 +130,7 @@ class WriteValues(ReadValues, Protocol):
 
 
 class WriteStore(WriteValues, ReadStore, Protocol):
-    """A store that can also be written and listed."""
+    """Can be written and listed."""
 
 
 class HotStore(WriteValues, Protocol):
@@ -154,11 +140,8 @@ class HotStore(WriteValues, Protocol):
         """Remove the value. Return True if it existed; stores that cannot find out return True."""
 
 
-class PruneStore(WriteStore, Protocol):
-    """A store that can also delete."""
-
-    def delete(self, key: str) -> bool:
-        """See ``HotStore``."""
+class PruneStore(WriteStore, HotStore, Protocol):
+    """Can also be swept."""
 
     def unfinished(self) -> Iterator[Unfinished]:
         """Yield leftovers of killed writers along with writes in progress. Only their age
@@ -174,8 +157,7 @@ def is_key(text: str) -> bool:
 
 
 def check_key(key: str) -> None:
-    """Raise ``StoreError`` unless ``key`` has the one allowed form, which cannot lead out of the
-    store."""
+    """Raise ``StoreError`` unless ``key`` has the form that cannot lead out of the store."""
     if not is_key(key):
         raise StoreError(f"invalid key: {key[:100]!r}")
 
@@ -216,11 +198,8 @@ def map_memory(fd: int, nbytes: int, *, writable: bool = True) -> mmap.mmap:
 
 
 def copy_bytes(target: memoryview, source: Buffer, nbytes: int) -> None:
-    """Copy the first ``nbytes`` of ``source`` to the start of ``target``.
-
-    numpy releases the GIL while it copies. A slice assignment holds it for 22 ms per 32 MiB (2
-    cores, 2026-11) and stalls the thread that computes.
-    """
+    """Copy the first ``nbytes``. numpy releases the GIL meanwhile. A slice assignment holds it for
+    22 ms per 32 MiB (2 cores, 2026-11) and stalls the thread that computes."""
     import numpy as np  # imported late: commands that only print do not need it
 
     if nbytes:

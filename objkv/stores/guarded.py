@@ -1,7 +1,6 @@
 """A store whose calls go through a guard: breakers, limits, deadlines and counters.
 
-Also the base of stores that override a few verbs of another store. Without a guard every verb
-passes straight through.
+Also the base of stores that override a few verbs of another: without a guard, each passes through.
 """
 
 from collections.abc import Iterator, Mapping
@@ -41,24 +40,16 @@ STORE_VERBS: Final[Mapping[str, Verb]] = {
     "put": Verb("write", _WRITES, outcome=_put),
     "delete": Verb("write"),
 }
-"""The counters of a store's guard.
-
-Per verb: ``<name>_<verb>_misses`` counts reads of missing keys. Per store: ``<name>_reads``,
-``_read_errors``, ``_writes``, ``_write_errors``, ``_read_bytes``, ``_written_bytes`` (only puts
-that wrote) and ``_duplicates`` (``put_if_absent`` calls that found an existing key). A scan is
-guarded and counted per entry.
-"""
-
-
+"""The counters of a store's guard. Per verb: ``<name>_<verb>_misses`` counts reads of missing keys.
+Per store: ``<name>_reads``, ``_read_errors``, ``_writes``, ``_write_errors``, ``_read_bytes``,
+``_written_bytes`` (only puts that wrote) and ``_duplicates`` (``put_if_absent`` calls that found an
+existing key). A scan is guarded and counted per entry."""
 S = TypeVar("S", bound=HotStore)
 
 
 class GuardedValues(Guarded[S]):
-    """Values by key behind a guard.
-
-    ``check``, ``close`` and the verbs for leftovers skip the guard, because an operator needs the
-    backend's own answer.
-    """
+    """Values by key behind a guard. ``check``, ``close`` and the verbs for leftovers skip it: an
+    operator needs the backend's own answer."""
 
     get = guarded("get")
     get_into = guarded("get_into")
@@ -80,10 +71,8 @@ class GuardedStore(GuardedValues[PruneStore]):
     folders = guarded("folders")
 
     def unfinished(self) -> Iterator[Unfinished]:
-        """See ``PruneStore``."""
         return self.inner.unfinished()
 
     def discard(self, unfinished: Unfinished) -> bool:
-        """See ``PruneStore``."""
         self.guard.check_may_write(f"discard {unfinished.key}")
         return self.inner.discard(unfinished)

@@ -1,10 +1,9 @@
 """A store in a directory: one file per value, shared by every process that can reach the folder.
 
-Files are named by their key. A put writes a temporary file in the same folder, syncs it to disk,
-and only then links or renames it, so a crash never leaves half a value under a key. The put also
-syncs the folder, so a finished put survives a crash. That takes 0.2-0.5 ms of the 7-8 ms for a put
-of 2 MiB into a new folder (ext4, 2026-11-20). A killed writer leaves its temporary file, which
-``objkv sweep`` removes.
+A put writes a temporary file in the same folder, syncs it to disk, and only then links or renames
+it to its key, so a crash never leaves half a value under a key. It also syncs the folder, so a
+finished put survives a crash: 0.2-0.5 ms of the 7-8 ms for 2 MiB in a new folder (ext4, 2026-11).
+A killed writer leaves its temporary file, which ``objkv sweep`` removes.
 
 Works on any POSIX file system with hard links, including NFS, CephFS and Lustre. If a network mount
 hangs, calls take as long as the mount lets them: no deadline here can interrupt them.
@@ -38,11 +37,10 @@ FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY
 PLACE: Final = os.O_PATH
 """A file of any type, only for ``fstat``."""
 VALUE: Final = os.O_RDONLY | os.O_NONBLOCK
-"""A file to read. Opening a pipe with this flag does not wait for a writer. The caller checks at
-once that it is a regular file; the flag has no effect on those."""
+"""A file to read. Opening a pipe with this flag does not wait for a writer; it has no effect on
+regular files, and the caller accepts no others."""
 _SLICE_BYTES = 2 << 20
-"""Approximate read size for a caller that verifies bytes as they arrive: the bytes are then still
-in the processor's caches."""
+"""Approximate read size for a caller that verifies what has arrived, while caches still hold it."""
 _FIX = {
     errno.EACCES: "give this user read and write permission on the file and its folder, or set "
     "role to reader if it only reads",
@@ -71,8 +69,7 @@ Listed = list[tuple[str, os.stat_result | None]]
 
 
 def _read_into(key: str, fd: int, start: int, buffer: memoryview, arrived: Arrived | None) -> None:
-    """Fill ``buffer`` with the file's bytes from ``start`` on. Raises ``StoreError``, and the
-    exceptions of ``arrived``."""
+    """Fill ``buffer`` with the file's bytes from ``start`` on. Raises ``StoreError``."""
     at, size = 0, len(buffer)
     count = 1 if arrived is None else max(1, round(size / _SLICE_BYTES))
     step = -(-size // count)  # equal lengths: a short last read costs as much as a long one
@@ -92,7 +89,6 @@ def _read_into(key: str, fd: int, start: int, buffer: memoryview, arrived: Arriv
 
 @contextmanager
 def _translated(verb: str, key: str) -> Iterator[None]:
-    """Raise the file system's errors as ``StoreError``."""
     try:
         yield
     except OSError as exc:
@@ -100,7 +96,6 @@ def _translated(verb: str, key: str) -> Iterator[None]:
 
 
 def _failed(verb: str, key: str, exc: OSError) -> StoreError:
-    """Return the ``StoreError`` for an ``OSError``."""
     reason = f"{verb} {key}: {exc.strerror or exc}"
     if exc.errno in _MENDS:
         return StoreUnavailable(reason)
@@ -113,21 +108,18 @@ class LocalStore:
     """Values as files under ``root``. The first put or ``check`` creates ``root``; if it disappears
     later, both are denied, and nothing is found.
 
-    The umask decides the modes of files and folders (as with ``cp``), so a group can share a folder
-    through its umask. The path of ``root`` itself may contain symbolic links. Below it they are
-    refused, so nothing leads out of ``root``, and scans omit them. Anything that is neither a file
-    nor a folder is not a value, and opening it never blocks.
+    The umask decides the modes of files and folders, so a group can share a folder. Symbolic links
+    below ``root`` are refused, and scans omit them. Anything that is neither a file nor a folder is
+    not a value, and opening it never blocks.
     """
 
     def __init__(self, root: Path, *, private: Path | None = None) -> None:
-        """``private`` is a folder above ``root`` that only this user may enter, if this store
-        creates it."""
+        """``private``: a folder above ``root`` that, if it is created, only this user may enter."""
         self._root = os.path.abspath(root)
         self._beneath = Beneath(self._root, private=os.path.abspath(private) if private else None)
         self._has_logged = False
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes | None:
-        """Return bytes ``[start, end)`` of the file, or None."""
         with self._opened(key) as opened:
             if opened is None:
                 return None
@@ -153,7 +145,6 @@ class LocalStore:
             return len(part)
 
     def head(self, key: str) -> Entry | None:
-        """Return size and age of the file, or None."""
         with self._opened(key, PLACE) as opened:
             return opened and Entry(key, opened[1].st_size, opened[1].st_mtime)
 
@@ -215,19 +206,17 @@ class LocalStore:
                 yield Unfinished(folder, name, found.st_size, found.st_mtime)
 
     def discard(self, unfinished: Unfinished) -> bool:
-        """Remove the file, and the folders that become empty. If it became a value, that has
-        another name."""
+        """Remove the file, and the folders that become empty. A value has another name."""
         assert unfinished.name.startswith(_TEMPORARY)
         with _translated("discard", unfinished.name):
             return self._removed(unfinished.key, unfinished.name)
 
     def _walk(self, folder: str, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
-        """Yield all files under ``folder`` whose key starts with ``prefix``, in key order. A folder
-        sorts by its name plus ``/``. Holds one folder's listing per level in memory.
+        """Yield all files under ``folder`` whose key starts with ``prefix``, in key order, with one
+        folder's listing per level in memory.
 
-        Others may write below a shared folder, but nothing they create can stop a walk. It enters
-        only folders that a key can name, which also limits the depth to a key's length. It skips
-        folders that this user may not read, and logs a warning the first time.
+        Nothing that others create in a shared folder can stop a walk. It enters only folders that a
+        key can name, which limits its depth, and skips those that this user may not read.
         """
         levels = [self._ordered(folder, prefix, self._listed(folder))]
         while levels:
@@ -241,8 +230,8 @@ class LocalStore:
                 levels.append(self._ordered(key[:-1], prefix, inside))
 
     def _listed(self, folder: str, *, may_skip: bool = False) -> Listed:
-        """Return the content of ``folder``; empty if it does not exist or, with ``may_skip``, if
-        this user may not read it. Raises ``StoreError``."""
+        """Return the content of ``folder``, nothing if it does not exist or, with ``may_skip``, if
+        this user may not read it."""
         listed: Listed = []
         try:
             with self._beneath.at(folder, FOLDER) as fd, os.scandir(fd) as found:
@@ -351,27 +340,21 @@ class Beneath:
     """Opens paths under a folder without following symbolic links. Thread-safe. It keeps nothing
     open, so ``root``, an absolute path, may be mounted while it is in use.
 
-    Otherwise anyone who may write below a store's folder, even in only one namespace, could plant a
-    link. Replicas would then read that user's files as payloads, or write and delete files that
-    only the replicas may change. The folder's own path belongs to the operator and may contain
-    links.
-
-    Each component is opened separately, which takes 6 us for four (2-core x86, 2026-11-22).
+    Otherwise anyone who may write below a store's folder could plant a link, and replicas would
+    read that user's files as payloads, or write and delete files that only they may change. The
+    folder's own path belongs to the operator and may contain links. Each component is opened
+    separately, which takes 6 us for four (2 cores, 2026-11).
     """
 
     def __init__(self, root: str, *, private: str | None = None) -> None:
-        """``private`` is the folder above ``root`` that is created for this user alone."""
         self.root = root
         self._private = private
         self._device: int | None = None
         """That of the root, once this process has used it."""
 
     def open(self, path: str, flags: int) -> int:
-        """Return a descriptor of ``path``; the empty path means the root itself.
-
-        ``flags`` is one of the constants above. ``path`` has no empty, ``.`` or ``..`` component.
-        Raises OSError, with ``ELOOP`` if any component is a symbolic link.
-        """
+        """Return a descriptor of ``path``, a key or, if empty, the root. ``flags``: one of the
+        constants above. Raises OSError, with ``ELOOP`` for a symbolic link."""
         if not path:
             return os.open(self.root, flags | os.O_CLOEXEC)
         first, *others = path.split("/")
@@ -389,7 +372,6 @@ class Beneath:
 
     @contextmanager
     def at(self, path: str, flags: int) -> Iterator[int]:
-        """Open the path, and close it afterwards."""
         fd = self.open(path, flags)
         try:
             yield fd
@@ -397,11 +379,8 @@ class Beneath:
             os.close(fd)
 
     def make_folders(self, folder: str) -> None:
-        """Create ``folder`` and its missing parents. Syncs the parent of each, so they survive a
-        crash. Another process may remove them again at any time.
-
-        Raises ``StoreDenied`` if the root has disappeared with its disk.
-        """
+        """Create ``folder`` and its missing parents, and sync the parent of each, so they survive a
+        crash. Another process may remove them again at any time. Raises like ``check_root``."""
         self.check_root()
         self._make_root(self.root)
         with suppress(FileNotFoundError):
@@ -431,16 +410,13 @@ class Beneath:
                 raise StoreDenied(f"the folder {self.root} has disappeared with its disk: mount it")
 
     def _make_root(self, folder: str) -> None:
-        mode = 0o700 if folder == self._private else 0o777
-        try:
-            os.mkdir(folder, mode)
-        except FileExistsError:
+        if os.path.isdir(folder):
             return
-        except FileNotFoundError:
-            self._make_root(os.path.dirname(folder))
-            with suppress(FileExistsError):
-                os.mkdir(folder, mode)
-        fd = os.open(os.path.dirname(folder), FOLDER | os.O_CLOEXEC)
+        parent = os.path.dirname(folder)
+        self._make_root(parent)
+        with suppress(FileExistsError):
+            os.mkdir(folder, 0o700 if folder == self._private else 0o777)
+        fd = os.open(parent, FOLDER | os.O_CLOEXEC)
         try:
             os.fsync(fd)
         finally:

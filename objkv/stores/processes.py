@@ -1,15 +1,15 @@
 """A store whose large gets are made by processes.
 
-Python decrypts TLS on one core per process, however many threads it has. A fetching process moves
-bytes from its own connections to memory that it shares with the agent that started it, and nothing
-else: guards, verification and counters stay with the agent. See decision 40.
+Python decrypts TLS on one core per process, however many threads it has. A fetching process only
+moves bytes from its own connections to memory that it shares with the agent that started it:
+guards, verification and counters stay with the agent. See decision 40.
 
-The memory belongs to this process alone, and it is never the agent's arena. An agent copies what
-has arrived, and verifies the copy. So a process that writes late, or after its agent has given it
-up, changes nothing that is read: its memory goes when it ends, and its successor has another.
+That memory is never the agent's arena: the agent copies what has arrived, and verifies the copy. So
+a process that writes late, or after it was given up, changes nothing that is read: its memory goes
+when it ends, and its successor has another.
 
-The process has a thread per channel. A channel carries one get at a time, each message in a
-datagram of JSON: a request, answers with the bytes that have arrived, and a last answer.
+It has a thread per channel, which carries one get at a time in datagrams of JSON: a request,
+answers with the bytes that have arrived, and a last answer.
 """
 
 import fcntl
@@ -88,10 +88,9 @@ class Answer:
 
     number: int
     nbytes: int | None
-    """How many leading bytes of the channel's memory are valid. None in a last answer: the key does
-    not exist, or the get failed."""
+    """How many leading bytes of the channel's memory are valid. None in a last answer without a
+    value."""
     is_last: bool = False
-    """Whether the get has ended, and the channel is free."""
     error: Annotated[int, Field(ge=0, lt=len(_ERRORS))] | None = None
     """Number of the error that ended the get."""
     text: str = ""
@@ -102,14 +101,9 @@ ANSWERS: Final = TypeAdapter(Answer)
 
 
 def run(arguments: Sequence[str], open_store: Callable[[], ReadStore]) -> None:
-    """The fetching process: serve an agent until it ends, which closes its control socket. The
-    caller then ends the process at once, because threads may hang in a get.
-
-    Args:
-        arguments: of the command line, see ``FetchProcess``: descriptors of the memory, of the
-            control socket and of each channel's socket.
-        open_store: opens the store.
-    """
+    """The fetching process: serve an agent until that ends. The caller then ends the process at
+    once, because threads may hang in a get. ``arguments``: descriptors of the memory, of the
+    control socket and of each channel's socket."""
     for one in (signal.SIGINT, signal.SIGTERM):  # an agent that drains still fetches
         signal.signal(one, signal.SIG_IGN)
     memory, control_fd, *channel_fds = map(int, arguments)
@@ -139,8 +133,6 @@ def _serve(channel: socket.socket, memory: memoryview, store: ReadStore) -> None
 def _get(
     channel: socket.socket, request: GetRequest, memory: memoryview, store: ReadStore
 ) -> Answer:
-    """Make one get. Returns its last answer."""
-
     def arrived(nbytes: int) -> None:
         channel.send(ANSWERS.dump_json(Answer(request.number, nbytes)))
 
@@ -166,22 +158,20 @@ class ChannelLost(Exception):
 
 
 class FetchChannel:
-    """One get at a time. Belongs to the thread that took it from the pool."""
+    """Belongs to the thread that took it from the pool. Raises ``ChannelLost``."""
 
     def __init__(self, process: "FetchProcess", sock: socket.socket, memory: memoryview) -> None:
         self.process = process
         self.memory = memory
-        """Memory in which values arrive. Valid up to the last number of bytes that was reported."""
+        """Valid up to the last number of bytes that was reported."""
         self.is_answer_due = False
         """Whether a request has not had its last answer."""
         self.kill_s = 0.0
-        """If the channel was abandoned: when the process is killed unless it has answered. By
-        ``monotonic``."""
+        """When the process is killed if an abandoned channel has no answer, by ``monotonic``."""
         self._sock = sock
         self._number = 0
 
     def ask(self, request: GetRequest) -> None:
-        """Send a request. Raises ``ChannelLost``."""
         self._number, self.is_answer_due = request.number, True
         try:
             self._sock.settimeout(_END_S)
@@ -190,8 +180,7 @@ class FetchChannel:
             raise ChannelLost(str(exc)) from exc
 
     def read(self, by_s: float) -> Answer | None:
-        """Return the next answer; None if there is none by ``by_s``, a time of ``monotonic``.
-        Raises ``ChannelLost``."""
+        """Return the next answer; None if there is none by ``by_s``, a time of ``monotonic``."""
         try:
             # Python takes 0 for "never wait", which the last look at a channel should do.
             self._sock.settimeout(max(0.0, by_s - monotonic()))
@@ -212,8 +201,8 @@ class FetchChannel:
         return answer
 
     def has_answered(self, now_s: float) -> bool:
-        """Whether an abandoned channel is free. Never waits. Raises ``ChannelLost``, also if the
-        process is late."""
+        """Whether an abandoned channel is free. Never waits. Raises, too, if the process is
+        late."""
         while self.is_answer_due and self.read(0.0) is not None:
             pass
         if self.is_answer_due and now_s >= self.kill_s:
@@ -263,7 +252,7 @@ class FetchProcess:
             for n, sock in enumerate(ours)
         )
         self.free = list(self.channels)
-        """Lanes that are not in use. Guarded by the pool's lock."""
+        """Guarded by the pool's lock."""
         self.born_s = monotonic()
         self.is_ready = False
 
@@ -279,8 +268,8 @@ class FetchProcess:
         return self.is_ready
 
     def end(self) -> None:
-        """Kill it, and close its sockets, which wakes threads that wait for it. Waits at most a
-        second; Python collects one that has not ended by then when it starts the next."""
+        """Kill it, and close its sockets, which wakes threads that wait for it. Waits a second at
+        most; Python collects a later one when it starts the next."""
         with suppress(OSError):
             self._process.kill()
         self._control.close()
@@ -294,8 +283,7 @@ class FetchProcess:
 
 def _shared_memory(nbytes: int) -> tuple[int, memoryview]:
     """Return the descriptor of new memory, and a view of it, which does not need the descriptor.
-    Its length is final: reading what a process has cut off would kill the agent. Raises
-    ``OSError``."""
+    Its length is final: reading what a process has cut off would kill the agent."""
     fd = os.memfd_create("objkv-fetch", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, nbytes)
@@ -309,8 +297,8 @@ def _shared_memory(nbytes: int) -> tuple[int, memoryview]:
 class FetchPool:
     """The fetching processes of an agent: started at the first get, restarted, and ended when idle.
 
-    One thread watches them all. Gets never wait for it: without a free channel of a process that is
-    ready, a get is made in the agent itself. Thread-safe. Only ``close`` waits.
+    One thread watches them all. Thread-safe. Only ``close`` waits: without a free channel of a
+    process that is ready, a get is made in the agent itself.
     """
 
     def __init__(
@@ -336,25 +324,23 @@ class FetchPool:
         self._thread.start()
 
     def acquire(self) -> FetchChannel | None:
-        """Return a channel of the process with the fewest gets under way; None if there is none.
-        Processes that are late with an answer get nothing new: they may hang."""
+        """Return a channel of the process with the fewest gets, if any. One that is late with an
+        answer gets nothing new: it may hang."""
         with self._lock:
             if self._closed:
                 return None
             self._used_s = now = monotonic()
             if len(self._processes) < self._processes_max:
                 self._wake.set()
-            late = [
-                channel.process for channel in self._abandoned if now >= channel.kill_s - GRACE_S
-            ]
+            late = [one.process for one in self._abandoned if now >= one.kill_s - GRACE_S]
             ready = [
                 one for one in self._processes if one.is_ready and one.free and one not in late
             ]
             return max(ready, key=lambda one: len(one.free)).free.pop() if ready else None
 
     def release(self, channel: FetchChannel, by_s: float) -> None:
-        """Give a channel back. If its last answer was not read, it becomes free with that; if that
-        does not come soon after ``by_s``, a time of ``monotonic``, the process is killed."""
+        """Give a channel back. If its last answer is due, it becomes free with that; if that does
+        not come soon after ``by_s``, a time of ``monotonic``, the process is killed."""
         with self._lock:
             if channel.is_answer_due and channel.process in self._processes:
                 channel.kill_s = by_s + GRACE_S
@@ -368,8 +354,7 @@ class FetchPool:
             self._drop(channel.process, reason)
 
     def close(self) -> None:
-        """End all processes. Gets that have no byte yet continue in the agent.
-        Idempotent."""
+        """End all processes. Gets that have no byte yet continue in the agent. Idempotent."""
         self._closed = True
         self._wake.set()
         self._thread.join(_JOIN_S)
@@ -454,18 +439,15 @@ class FetchPool:
 
 
 class ProcessStore(GuardedStore):
-    """``inner``, whose large ``get_into`` are made by the processes of ``pool``. Closing this store
-    closes both.
+    """``inner``, whose large ``get_into`` are made by the processes of ``pool``. Closes both.
 
-    A get that finds no process, or whose process ends before a byte has arrived, is made by
-    ``inner``. One whose process ends later fails: another store might continue with bytes of
-    another value.
+    ``inner`` makes a get that finds no process, or whose process ends before a byte has arrived.
+    One whose process ends later fails: ``inner`` might continue with bytes of another value.
     """
 
     def __init__(
         self, inner: PruneStore, pool: FetchPool, *, deadline_s: float, recorder: Recorder
     ) -> None:
-        """``deadline_s``: of a call, as that of the processes' store."""
         super().__init__(inner)
         self._pool, self._deadline_s, self._recorder = pool, deadline_s, recorder
         self._numbers = count(1)
@@ -473,7 +455,6 @@ class ProcessStore(GuardedStore):
     def get_into(
         self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
     ) -> int | None:
-        """See ``ReadStore``."""
         check_key(key)
         channel = self._pool.acquire() if _BYTES_MIN <= len(buffer) <= CHANNEL_BYTES else None
         if channel is None:

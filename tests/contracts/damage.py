@@ -11,24 +11,20 @@ from objkv.codec.payload import Claim, Header, LayerSpec, Provenance, encode, re
 from objkv.codec.seal import Seal
 from objkv.index.base import ChunkEntry
 from objkv.keys.chunk import ChunkKey
-from objkv.keys.identity import GroupIdentity, Identity, identity_path, sealed_extra
+from objkv.keys.identity import Identity, identity_path, sealed_extra
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.keys.topology import Shard
+from tests.support import samples
+from tests.support.samples import CHUNK
 
-CHUNK = 16
 CHAIN_CHUNKS = 8
 """Chunks per prompt."""
 SHARDS = (None, Shard(0, 2, 0, 1))
-IDENTITY = Identity(
+IDENTITY = replace(
+    samples.IDENTITY,
     model="acme/damaged",
-    weights="0" * 16,
-    quantization=None,
-    kv_dtype="bfloat16",
-    groups=(GroupIdentity("full", None, ("l.0", "l.1"), heads=2, content=32, block_size=8),),
-    page_layout="canonical",
-    chunk_tokens=CHUNK,
+    groups=(replace(samples.IDENTITY.groups[0], content=32),),
     weights_epoch=3,
-    tenant="default",
 )
 _CODECS = ("none", "blosc")
 
@@ -58,8 +54,6 @@ class Defects:
 
 @dataclass(slots=True)
 class Planted:
-    """Paths of the planted payloads, by kind."""
-
     namespace: str
     paths: dict[str, list[str]] = field(default_factory=dict)
 
@@ -87,7 +81,6 @@ class DamagedStore:
         self.planted = Planted(self._identity.namespace())
 
     def plant(self, defects: Defects) -> Planted:
-        """Fill the stores and the index."""
         own = self._identity
         old = replace(own, weights_epoch=own.weights_epoch - 1)
         for identity in (own, old) if defects.old_epoch else (own,):

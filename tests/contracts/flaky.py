@@ -32,12 +32,10 @@ class FlakyStore(GuardedStore, CallPolicy):
         """Set by every call before it waits at the gate. Clear it to wait for the next call."""
 
     def fail_next(self, error: BaseException, times: int = 1) -> None:
-        """Make the next ``times`` calls raise ``error``."""
         with self._lock:
             self._errors += [error] * times
 
     def fail_until_mended(self, error: BaseException) -> None:
-        """Make every call raise ``error`` until ``mend``."""
         self._down = error
 
     def hold(self, gate: Event) -> None:
@@ -49,19 +47,16 @@ class FlakyStore(GuardedStore, CallPolicy):
         self.inner.delete(key)
 
     def mend(self) -> None:
-        """Remove all faults."""
         with self._lock:
             self._errors.clear()
         self._down = self._gate = None
 
     def check(self) -> None:
-        """Check the inner store, or raise the error of ``fail_until_mended``."""
         if self._down is not None:
             raise self._down
         self.inner.check()
 
     def call(self, verb: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Make ``call``, or raise the requested error."""
         with self._lock:
             self.calls.append(verb)
             error = self._errors.pop(0) if self._errors else self._down

@@ -10,15 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from objkv.index.base import (
-    ChunkEntry,
-    Lease,
-    PruneIndex,
-    Record,
-    Savings,
-    ShardRecord,
-    Usage,
-)
+from objkv.index.base import ChunkEntry, Lease, PruneIndex, Record, Savings, ShardRecord, Usage
 from objkv.keys.chunk import payload_path
 from tests.contracts.clock import ManualClock
 from tests.contracts.store_contract import at_once
@@ -33,7 +25,6 @@ THREADS = 12
 
 
 def prefix_hash(number: int) -> bytes:
-    """Return a distinct prefix hash for each number."""
     return number.to_bytes(20, "big")
 
 
@@ -61,35 +52,28 @@ def shard(nbytes: int = 4096) -> ShardRecord:
 
 
 def get(index: PruneIndex, number: int = 1, namespace: str = NAMESPACE) -> Record | None:
-    """Return the record of chunk ``number``, or None."""
     return index.lookup(namespace, [prefix_hash(number)])[0]
 
 
 def the(index: PruneIndex, number: int = 1) -> Record:
-    """Return the record of chunk ``number``, which must exist."""
     record = get(index, number)
     assert record is not None
     return record
 
 
 def usage(index: PruneIndex) -> dict[str, tuple[int, int]]:
-    """Return bytes and payloads of each namespace."""
     return {one.namespace: (one.nbytes, one.payloads) for one in index.usage()}
 
 
 class IndexContract:
-    """Every ``PruneIndex`` passes all of these tests."""
-
     short_s = 100
     """A time to live that ends within ``pass_time``, but not during any other part of a test."""
 
     @pytest.fixture
     def clock(self) -> ManualClock:
-        """The time that the index under test uses."""
         return ManualClock()
 
     def pass_time(self, clock: ManualClock, seconds: float) -> None:
-        """Let ``seconds`` pass for the index."""
         clock.advance(seconds)
 
     def put_garbage(self, index: PruneIndex, number: int) -> None:

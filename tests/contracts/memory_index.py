@@ -2,19 +2,11 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from threading import Lock
 
-from objkv.index.base import (
-    ChunkEntry,
-    Lease,
-    Record,
-    Savings,
-    ShardRecord,
-    ShardRecords,
-    Usage,
-)
+from objkv.index.base import ChunkEntry, Lease, Record, Savings, ShardRecord, ShardRecords, Usage
 from objkv.index.fields import read_savings, savings_fields, shards_of
 
 _NEVER: tuple[Record | None, float] = (None, 0.0)
@@ -77,12 +69,7 @@ class MemoryIndex:
         """Does nothing."""
 
     def publish(
-        self,
-        chunk: ChunkEntry,
-        shards: Mapping[str, ShardRecord],
-        *,
-        ttl_s: int,
-        lease: Lease | None = None,
+        self, chunk: ChunkEntry, shards: ShardRecords, *, ttl_s: int, lease: Lease | None = None
     ) -> None:
         assert shards
         key = (chunk.namespace, chunk.prefix_hash)

@@ -4,20 +4,10 @@ import time
 from collections.abc import Callable, Iterator
 from threading import Lock
 
-from objkv.stores.base import (
-    Arrived,
-    Buffer,
-    Entry,
-    Unfinished,
-    check_key,
-    check_prefix,
-    copy_into,
-)
+from objkv.stores.base import Arrived, Buffer, Entry, Unfinished, check_key, check_prefix, copy_into
 
 
 class MemoryStore:
-    """Values in a dictionary. It has no size limit; the caller must bound it."""
-
     def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._lock = Lock()

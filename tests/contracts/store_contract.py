@@ -40,7 +40,6 @@ class Unwilling(Exception):
 
 
 def refuse(_: int) -> None:
-    """A progress callback that ends the get."""
     raise Unwilling
 
 
@@ -96,11 +95,8 @@ NOT_KEYS = (
 
 
 class ValuesContract:
-    """Every store passes all of these tests."""
-
     @pytest.fixture
     def store(self) -> HotStore:
-        """The store under test, empty."""
         raise NotImplementedError
 
     def test_absence_is_none_for_every_way_of_reading(self, store: HotStore) -> None:
@@ -342,7 +338,6 @@ class StoreContract(ValuesContract):
 
     @pytest.fixture
     def store(self) -> PruneStore:
-        """The store under test, empty."""
         raise NotImplementedError
 
     def test_scan_lists_what_is_there(self, store: PruneStore) -> None:

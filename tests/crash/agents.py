@@ -30,23 +30,10 @@ from objkv.index.sqlite.index import SqliteIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.stores.local import LocalStore
 from tests.agent.reader import load_by_agent
-from tests.crash.clients import (
-    PARTS_MAX,
-    RANKS,
-    STEP_S,
-    Violation,
-    check_right,
-    claims_of,
-)
+from tests.crash.clients import PARTS_MAX, RANKS, STEP_S, Violation, check_right, claims_of
 from tests.support import samples
 from tests.support.agents import AgentProcess
-from tests.support.paged_cache import (
-    BLOCKS,
-    HASHES,
-    NAMESPACE,
-    Replica,
-    same_blocks,
-)
+from tests.support.paged_cache import BLOCKS, HASHES, NAMESPACE, Replica, same_blocks
 from tests.support.plans import unpacked
 from tests.support.waiting import wait_until
 

@@ -13,15 +13,7 @@ from objkv.ops.backends_view import record_keys
 from objkv.ops.runs import Counters
 from tests.crash.clients import Violation
 from tests.crash.places import LEASE_MS, Place
-from tests.crash.saving import (
-    NAMESPACE,
-    Save,
-    rebuild_all,
-    save_all,
-    saves,
-    sweep_all,
-    verify_all,
-)
+from tests.crash.saving import NAMESPACE, Save, rebuild_all, save_all, saves, sweep_all, verify_all
 from tests.crash.steps import NEVER, Child
 
 WRONG = ("corrupt", "foreign", "mismatch", "hot")

@@ -28,12 +28,7 @@ from objkv.stores.base import PruneStore
 from objkv.telemetry import NullRecorder
 from tests.support.servers.ports import free_port
 from tests.support.servers.process import start_server
-from tests.support.servers.redis import (
-    RedisServer,
-    valkey_binary,
-    valkey_server,
-    wait_until,
-)
+from tests.support.servers.redis import RedisServer, valkey_binary, valkey_server, wait_until
 from tests.support.servers.spoil import Spoil, SpoilRedis, SpoilS3
 
 HOUR_S = 3600.0

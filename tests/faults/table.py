@@ -16,7 +16,6 @@ def page() -> str:
 
 
 def matrix() -> str:
-    """Return the table: one line for each fault, because both load modes have the same outcomes."""
     lines = ["| fault | what fails | lookup | load | save |", "|---|---|---|---|---|"]
     return "\n".join(lines + [_line(row) for row in ROWS]) + "\n"
 

@@ -63,10 +63,7 @@ PATIENT: dict[str, Any] = {
 }
 HOUR_S = 3600.0
 HOURS_S = 4 * HOUR_S
-OTHERS = {
-    "codec": "none",
-    "drain_deadline_ms": 1_000,
-}
+OTHERS = {"codec": "none", "drain_deadline_ms": 1_000}
 """Of the other connectors."""
 PATIENCE_S = 60.0
 _LOADS = {"load_deadline_ms": 2_000, "step_load_deadline_ms": 2_000, "save_deadline_ms": 2_000}

@@ -2,13 +2,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from objkv.index.base import ShardRecord
-from objkv.index.fields import (
-    SHARD_BYTES_MAX,
-    WrittenShards,
-    are_hot,
-    decode_shard,
-    encode_shard,
-)
+from objkv.index.fields import SHARD_BYTES_MAX, WrittenShards, are_hot, decode_shard, encode_shard
 from tests.contracts.index_contract import shard
 
 COUNT = st.integers(0, 10**18 - 1)

@@ -29,8 +29,6 @@ class Connection:
 
 
 class Pool:
-    """Takes back one connection."""
-
     def __init__(self) -> None:
         self.released: list[Any] = []
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from objkv.errors import LeftAlone, StoreBusy, StoreDenied, StoreError, StoreUnavailable
-from objkv.net.breaker import Attempt, Breaker, BreakerLimits, Breakers, Change, Direction
+from objkv.net.breaker import Attempt, Breaker, BreakerLimits, Breakers, Direction
 from objkv.net.deadline import EndsBy
-from objkv.telemetry import MemoryRecorder, NullRecorder
+from objkv.telemetry import NullRecorder
 from tests.contracts.clock import ManualClock
 
 PATIENCE = BreakerLimits(failures=3, reset_s=1.0, reset_max_s=15.0)
@@ -22,11 +22,7 @@ class Server:
 
     def __init__(self, limits: BreakerLimits = PATIENCE) -> None:
         self.clock = ManualClock(0.0)
-        self.changes: list[Change] = []
-        self.recorder = MemoryRecorder()
-        self.breaker = Breaker(
-            "bulk", "read", limits, self.recorder, self.changes.append, self.clock
-        )
+        self.breaker = Breaker("bulk", "read", limits, NullRecorder(), clock=self.clock)
         self.breaker.now_s = self.clock
         self.error: StoreError | None = StoreUnavailable("down")
         self.asked_s: list[float] = []
@@ -39,7 +35,6 @@ class Server:
         self.error = error
 
     def call(self) -> bool:
-        """Whether it answered."""
         try:
             self.make(self._answer)
         except StoreError:
@@ -47,7 +42,6 @@ class Server:
         return True
 
     def make(self, call: Callable[[], object]) -> None:
-        """Make ``call`` through the breaker."""
         with Attempt(self.breaker, "get"):
             call()
 
@@ -241,7 +235,6 @@ class Busy:
         self.breakers.write.draw = lambda: 1.0
 
     def call(self, direction: Direction, error: StoreError | None = None) -> bool:
-        """Whether it answered."""
         try:
             with self.breakers.attempt(direction, "verb"):
                 if error is not None:

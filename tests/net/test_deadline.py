@@ -43,9 +43,7 @@ def pair(
     right.close()
 
 
-def test_without_a_deadline_nothing_is_different(
-    pair: tuple[socket.socket, socket.socket],
-) -> None:
+def test_without_a_deadline_nothing_is_different(pair: tuple[socket.socket, socket.socket]) -> None:
     one, peer = pair
     assert one.gettimeout() == USUAL_S
     one.sendall(b"there")

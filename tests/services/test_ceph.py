@@ -26,10 +26,7 @@ from tests.services.access_roles import save as save_chunk
 from tests.support.samples import NAMESPACE as FLEETS
 from tests.support.samples import TOKENS, save, save_identity
 from tests.support.servers.ceph import CephUsers, S3Server
-from tests.support.servers.fixtures import (
-    BUCKET,
-    s3_config,
-)
+from tests.support.servers.fixtures import BUCKET, s3_config
 from tests.support.servers.redis import RedisServer, valkey_server
 from tests.support.servers.s3_stores import store_of
 

@@ -19,13 +19,7 @@ from objkv.net.deadline import EndsBy
 from objkv.stores import processes
 from objkv.stores.base import Arrived
 from objkv.stores.local import LocalStore
-from objkv.stores.processes import (
-    ANSWERS,
-    FetchPool,
-    FetchProcess,
-    ProcessStore,
-    failed,
-)
+from objkv.stores.processes import ANSWERS, FetchPool, FetchProcess, ProcessStore, failed
 from objkv.telemetry import MemoryRecorder
 from tests.contracts.store_contract import StoreContract
 from tests.support.servers.process import has_ended
@@ -51,8 +45,6 @@ class Counted(LocalStore):
 
 
 class Fleet:
-    """A store with processes over a folder."""
-
     def __init__(self, folder: Path, **limits: float) -> None:
         self.values, self.gates = folder / "values", folder / "gates"
         self.gates.mkdir(parents=True)
@@ -80,7 +72,6 @@ class Fleet:
         return self.pids()
 
     def pids(self) -> list[int]:
-        """Return the numbers of the processes that are ready."""
         with self.pool._lock:
             return [one.pid for one in self.pool._processes if one.is_ready]
 
@@ -281,10 +272,7 @@ def test_a_process_that_reports_too_much_is_ended(fleet: Fleet) -> None:
 
 @pytest.mark.parametrize("command", ["/no/such/program", "true"])
 def test_a_program_that_cannot_run_or_ends_costs_no_get_and_is_not_started_at_once_again(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    command: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, command: str
 ) -> None:
     monkeypatch.setattr(processes, "_RESTART_S", 3600.0)
     store, recorder, started = Counted(tmp_path), MemoryRecorder(), list[int]()

@@ -34,14 +34,7 @@ from objkv.telemetry import NullRecorder
 from tests.contracts.store_contract import StoreContract
 from tests.support.samples import save, save_identity
 from tests.support.servers.quick_s3 import Answer, QuickS3, Request, failure
-from tests.support.servers.s3_stores import (
-    BUCKET,
-    MIB,
-    pattern,
-    s3_access,
-    s3_store,
-    store_of,
-)
+from tests.support.servers.s3_stores import BUCKET, MIB, pattern, s3_access, s3_store, store_of
 
 
 def test_credentials_that_change_are_used_from_then_on() -> None:
@@ -75,10 +68,7 @@ def test_another_signature_than_version_4_is_refused_with_what_to_do(version: An
 @pytest.mark.parametrize("addressing", ["path", "virtual"])
 def test_the_place_is_where_the_client_would_ask(prefix: str, addressing: str) -> None:
     client: Any = s3_access(
-        "http://s3.test:99",
-        s3_addressing=addressing,
-        s3_region="eu-test-1",
-        allow_plaintext="bulk",
+        "http://s3.test:99", s3_addressing=addressing, s3_region="eu-test-1", allow_plaintext="bulk"
     ).client
     sent: list[str] = []
 
@@ -148,10 +138,7 @@ DEMANDS: list[tuple[dict[str, Any], Callable[[Any], dict[str, str]]]] = [
             "x-amz-server-side-encryption-aws-kms-key-id": "key-1",
         },
     ),
-    (
-        {"s3_acl": "bucket-owner-full-control"},
-        lambda _: {"x-amz-acl": "bucket-owner-full-control"},
-    ),
+    ({"s3_acl": "bucket-owner-full-control"}, lambda _: {"x-amz-acl": "bucket-owner-full-control"}),
     (
         {"s3_checksum": "crc32"},
         lambda body: {"x-amz-checksum-crc32": base64_of(zlib.crc32(body).to_bytes(4, "big"))},

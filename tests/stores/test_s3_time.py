@@ -26,11 +26,7 @@ from objkv.stores.s3 import client as s3_client
 from objkv.stores.s3 import http as s3_http
 from objkv.stores.s3.bucket import Bucket
 from objkv.stores.s3.client import last_s, one_call
-from objkv.stores.s3.http import (
-    ConnectionFailed,
-    HttpConnection,
-    HttpResponse,
-)
+from objkv.stores.s3.http import ConnectionFailed, HttpConnection, HttpResponse
 from objkv.stores.s3.read import RangedGet
 from objkv.stores.s3.store import S3Store
 from tests.contracts.store_contract import Arrivals
@@ -88,10 +84,7 @@ CALLS: dict[str, Call] = {
 def test_what_a_server_does_not_answer_is_asked_twice_at_most(mute: Listener, call: Call) -> None:
     """Each attempt takes up to a quarter of the deadline, and the pause before a third one may take
     a second."""
-    options = {
-        "load_deadline_ms": 800,
-        "client": {"load_deadline_ms": 800},
-    }
+    options = {"load_deadline_ms": 800, "client": {"load_deadline_ms": 800}}
     with (
         s3_store(mute.url, **options, range_bytes=MIB, ranges_max=2) as store,
         pytest.raises(StoreUnavailable),
@@ -262,7 +255,6 @@ def test_without_threads_a_get_reads_on_alone(monkeypatch: pytest.MonkeyPatch) -
 
 
 def faults(shares: dict[str, float], seed: int, verbs: frozenset[str] = frozenset()) -> list[Spoil]:
-    """So many of the answers are spoiled."""
     rng = random.Random(seed)
 
     def rule(fault: str, share: float) -> Spoil:

@@ -26,13 +26,7 @@ from objkv.stores.s3.store import S3Store
 from tests.contracts.store_contract import StoreContract, Unwilling, refuse
 from tests.support.servers.certificates import make_certificates
 from tests.support.servers.listener import Scripted, hasty
-from tests.support.servers.quick_s3 import (
-    Answer,
-    QuickS3,
-    Request,
-    failure,
-    quick_s3_process,
-)
+from tests.support.servers.quick_s3 import Answer, QuickS3, Request, failure, quick_s3_process
 from tests.support.servers.s3_stores import MIB, pattern, s3_access, s3_store
 
 VALUE = pattern(4 * MIB)
@@ -295,10 +289,7 @@ IN_CHUNKS = b"Transfer-Encoding: chunked\r\n\r\n"
     ids=lambda rest: rest[:50].decode(),
 )
 def test_a_body_or_chunks_that_end_early_or_are_none_are_no_value(rest: bytes) -> None:
-    with (
-        Scripted(hasty(b"HTTP/1.1 200 OK\r\n" + rest)) as server,
-        s3_store(server.url) as store,
-    ):
+    with Scripted(hasty(b"HTTP/1.1 200 OK\r\n" + rest)) as server, s3_store(server.url) as store:
         with pytest.raises(StoreUnavailable, match="get k"):
             store.get("k")
         with pytest.raises(StoreUnavailable, match="get_into k"):
@@ -430,16 +421,10 @@ def refusal(status: str, code: str) -> bytes:
 def test_an_answer_while_the_body_is_being_sent_is_what_counts() -> None:
     value = pattern(16 * MIB)
     exists = refusal("412 Precondition Failed", "PreconditionFailed")
-    with (
-        Scripted(hasty(exists)) as server,
-        s3_store(server.url) as store,
-    ):
+    with Scripted(hasty(exists)) as server, s3_store(server.url) as store:
         assert store.put_if_absent("k", value) is False
     denied = refusal("403 Forbidden", "AccessDenied")
-    with (
-        Scripted(hasty(denied)) as server,
-        s3_store(server.url) as store,
-    ):
+    with Scripted(hasty(denied)) as server, s3_store(server.url) as store:
         for put in (store.put, store.put_if_absent):
             with pytest.raises(StoreDenied, match="objkv access"):
                 put("k", value)

@@ -13,7 +13,6 @@ class SpoilingArenaCache(ArenaCache):
     """Overwrites a payload when its last lease ends, and forgets it."""
 
     def __init__(self, *given: Any, keeps: bool = False) -> None:
-        """``keeps``: as usual, nothing is overwritten."""
         super().__init__(*given)
         self._keeps = keeps
 

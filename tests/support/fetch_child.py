@@ -43,7 +43,6 @@ class HeldStore(LocalStore):
 
 
 def main() -> None:
-    """Serve; arguments: folder of values, folder of gates, descriptors."""
     folder, gates, *descriptors = sys.argv[1:]
     run(descriptors, lambda: HeldStore(Path(folder), Path(gates)))
 

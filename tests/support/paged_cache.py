@@ -191,7 +191,6 @@ class Worker:
         return outcome
 
     def keep(self) -> Self:
-        """Not to be closed at the end of its test."""
         Worker.opened.remove(self)
         return self
 

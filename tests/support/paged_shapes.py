@@ -165,13 +165,7 @@ class ShapedRank(Worker):
         assert self.saver.drain(PATIENCE_S)
         assert not self.saver.take_dropped()
 
-    def plan(
-        self,
-        index: MemoryIndex,
-        *,
-        skip: int = 0,
-        sync: bool = False,
-    ) -> LoadPlan:
+    def plan(self, index: MemoryIndex, *, skip: int = 0, sync: bool = False) -> LoadPlan:
         """The prompt without its first ``skip`` blocks, into blocks behind those that ``compute``
         fills."""
         each, moves = self.model.chunk // self.shape.block_tokens, []

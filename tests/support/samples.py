@@ -100,12 +100,7 @@ def payload_of(
 def view_of(
     bulk: PruneStore, index: PruneIndex, hot: HotStore | None = None, **agreed: Any
 ) -> BackendsView:
-    usual = {
-        "is_own_index": False,
-        "ttl_s": 3_600,
-        "owner": "test",
-        "admin": index,
-    }
+    usual = {"is_own_index": False, "ttl_s": 3_600, "owner": "test", "admin": index}
     return BackendsView(bulk, hot, index, **{**usual, **agreed})
 
 

@@ -1,15 +1,15 @@
 """Looks up the shards of a whole prompt in one round trip, at the speed of the wire.
 
 All commands are sent at once, one ``HGET`` per chunk (``HMGET`` for several fields). One regular
-expression parses the replies while more of them arrive: 0.5 us per chunk, compared to 10 us with a
-client's parser. It matches only replies of the usual form; others are parsed one at a time by the
-rules of the protocol.
+expression parses usual replies while more of them arrive: 0.5 us per chunk, compared to 10 us with
+a client's parser. Others are parsed one at a time by the rules of the protocol.
 """
 
 import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import chain
 from typing import Any
@@ -23,8 +23,7 @@ from objkv.net.redis_errors import CLIENT_ERRORS
 from objkv.net.resp import Pool, RespConnection, RespConnections, packed
 
 _SEND_HASHES = 256
-"""Hashes packed and sent together, 32 KiB for one field: the server starts on them while the next
-are packed."""
+"""Hashes sent together, 32 KiB for one field: the server starts while the next are packed."""
 _AHEAD_BYTES = 524_288
 """Limit of sent bytes without a reply, about 4,000 commands: the server has to buffer them."""
 _AHEAD_BYTES_TLS = 65_536
@@ -49,11 +48,9 @@ class Finder:
     def find(
         self, key: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
     ) -> list[ShardRecords | None] | None:
-        """See ``ReadIndex``. ``key`` is the prefix of every chunk's key. No argument is empty.
-
+        """See ``ReadIndex``. ``key``: the prefix of every chunk's key. No argument is empty.
         Returns None if the caller must repeat the lookup through the client: the server refused,
-        the connection was lost, or the cluster changed. Raises redis-py's exceptions.
-        """
+        the connection was lost, or the cluster changed. Raises redis-py's exceptions."""
         wanted = tuple(dict.fromkeys(fields))
         if not self._connections.is_cluster:
             return self._ask({self._connections.pool_of(key): prefix_hashes}, key, wanted)
@@ -93,24 +90,15 @@ class Finder:
                     return None
                 connections.append(connection)
             pairs = zip(connections, by_pool.values(), strict=True)
-            return _answered(
-                [_Question(connection, key, hashes, fields) for connection, hashes in pairs]
-            )
+            questions = [_Question(connection, key, hashes, fields) for connection, hashes in pairs]
+            with suppress(exceptions.ConnectionError, exceptions.InvalidResponse, _RefusedError):
+                for question in questions:
+                    question.push()
+                return [one for question in questions for one in question.answers()]
+            return None
         finally:
             for connection in connections:
                 self._connections.release(connection)
-
-
-def _answered(questions: list["_Question"]) -> list[ShardRecords | None] | None:
-    try:
-        for question in questions:
-            question.push()
-        found = questions[0].answers()
-        for question in questions[1:]:
-            found += question.answers()
-    except (exceptions.ConnectionError, exceptions.InvalidResponse, _RefusedError):
-        return None
-    return found
 
 
 class _RefusedError(Exception):
@@ -147,7 +135,7 @@ class _Question:
         self._ahead = _AHEAD_BYTES_TLS if connection.tls else _AHEAD_BYTES
 
     def push(self) -> bool:
-        """Send as much as the socket accepts and the server may buffer. Return whether more must be
+        """Send what the socket accepts and the server may buffer. Return whether more must be
         sent."""
         while self._unsent:
             if self._sent - len(self._values) * self._value_bytes > self._ahead:
@@ -179,7 +167,7 @@ class _Question:
         return [WrittenShards(self._fields, row) if any(row) else None for row in rows]
 
     def _take(self, data: bytes) -> bytes:
-        """Keep the values of all complete replies. Return the bytes after them."""
+        """Keep the values of complete replies. Return the bytes after them."""
         while data:
             found = self._pattern.findall(data)
             rest: bytes = found[-1][1]
@@ -232,7 +220,7 @@ def _commands(
     key: str, prefix_hashes: Sequence[bytes], fields: tuple[str, ...], last: bytes
 ) -> Iterator[bytes]:
     """Yield the commands for all hashes in batches, then ``last``. Joining and replacing takes 0.1
-    us per hash, and requires hashes of equal length."""
+    us per hash, and needs equal lengths."""
     assert set(map(len, prefix_hashes)) == {PREFIX_HASH_BYTES}
     before, after = _frame(key, fields)
     for start in range(0, len(prefix_hashes), _SEND_HASHES):

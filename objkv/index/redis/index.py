@@ -35,26 +35,19 @@ Keys = tuple[str, ...]
 
 
 class Script:
-    """A Lua script that Redis runs atomically. Each touches one key, or a chunk's record and a
-    lease, which a cluster keeps in the same place.
+    """A Lua script, sent by digest, or with its text to a server that has not cached it. Redis runs
+    it atomically. Each touches one key, or a chunk's record and a lease, which a cluster keeps in
+    the same place.
 
-    Scripts are sent by digest. A server without the script gets its text with ``EVAL``, which also
-    caches it. ``redis.pcall`` returns a table if a key has another type, and so is not objkv's.
-    Such a key is treated as absent, and replaced when a chunk is published.
+    ``redis.pcall`` returns a table if a key has another type, and so is not objkv's. Such a key is
+    treated as absent, and replaced when a chunk is published.
     """
 
     def __init__(self, text: str) -> None:
-        self.text = text
         # Redis identifies scripts by SHA-1; its collision resistance does not matter here.
-        self.sha = hashlib.sha1(text.encode("ascii"), usedforsecurity=False).hexdigest()
-
-    def known(self, keys: Keys, *args: str | bytes | int) -> tuple[str | bytes | int, ...]:
-        """Return the command for a server that has the script cached."""
-        return ("EVALSHA", self.sha, len(keys), *keys, *args)
-
-    def full(self, keys: Keys, *args: str | bytes | int) -> tuple[str | bytes | int, ...]:
-        """Return the command for any server."""
-        return ("EVAL", self.text, len(keys), *keys, *args)
+        sha = hashlib.sha1(text.encode("ascii"), usedforsecurity=False).hexdigest()
+        self.known, self.full = ("EVALSHA", sha), ("EVAL", text)
+        """The beginnings of a command for a server that has it cached, and for any."""
 
 
 _LIVE = """\
@@ -154,19 +147,18 @@ return redis.call('DEL', KEYS[1])
 
 Command = tuple[str | bytes | int, ...]
 _FLUSH_S = 5.0
-"""How long changes of the totals wait at least. A save, a credit or a ``flush`` sends them then."""
+"""How long changes of the totals wait at least."""
 _TOTALS = ("nbytes", "payloads", "counted")
 _NUMBER = re.compile(rb"-?[0-9]{1,18}")
 
 
 class PendingTotals:
-    """This process's share of the running totals, a single Redis hash to which all processes of a
+    """This process's changes of running totals, a single Redis hash to which all processes of a
     fleet add. Thread-safe.
 
-    A process accumulates the changes from its own saves and sends them every few seconds, along
-    with a command that it sends anyway, or by ``flush``. So no save waits for it, and a thousand
-    replicas write the one key only a few hundred times per second. If a process is killed, its
-    unsent changes are lost until the totals are counted again.
+    They are sent every few seconds, along with a command that is sent anyway, or by ``flush``. So
+    no save waits for it, and a thousand replicas write the one key only a few hundred times per
+    second. A killed process's changes are lost until the totals are counted again.
     """
 
     def __init__(self, key: str, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -177,15 +169,13 @@ class PendingTotals:
         self._due_s = clock() + _FLUSH_S
 
     def add(self, namespace: str, nbytes: int, payloads: int) -> None:
-        """Add published bytes and payloads, or subtract removed ones with negative numbers."""
         self.add_changes({f"{namespace}:nbytes": nbytes, f"{namespace}:payloads": payloads})
 
     def is_due(self) -> bool:
-        """Whether it is time to send changes."""
         return self._clock() >= self._due_s
 
     def drain(self, *, early: bool = False) -> dict[str, int]:
-        """Return and clear the changes by field if they are due, or always if ``early``."""
+        """Return and clear the changes by field if they are due, or ``early``."""
         now = self._clock()
         with self._lock:
             if not (early or self.is_due()):
@@ -196,8 +186,8 @@ class PendingTotals:
         return taken
 
     def add_changes(self, taken: Mapping[str, int]) -> None:
-        """Keep changes until the next sending: new ones, and those that could not be sent. Some of
-        these may have arrived after all, so the totals can end up too high, but never too low."""
+        """Keep new changes, and those that could not be sent. If these arrived after all, the
+        totals are too high, but never too low."""
         with self._lock:
             for field, change in taken.items():
                 self._pending[field] += change
@@ -210,11 +200,9 @@ _PATH = re.compile(rf"([^/]+)/../([0-9a-f]{{{2 * PREFIX_HASH_BYTES}}})/(.+)")
 
 
 class RedisIndex:
-    """Implements ``PruneIndex``. Owns ``client``, which must return bytes (no decoding).
-
-    Every key begins with ``<prefix>:``. Deadlines are the client's own. ``clock`` (seconds since
-    the epoch) only dates touches; the server decides when records expire.
-    """
+    """Implements ``PruneIndex``. Owns ``client``, which returns bytes and has the deadlines.
+    ``clock`` (seconds since the epoch) only dates touches; the server decides when records
+    expire."""
 
     def __init__(
         self, client: Client, *, prefix: str = "objkv", clock: Callable[[], float] = time.time
@@ -232,7 +220,6 @@ class RedisIndex:
         )
 
     def lookup(self, namespace: str, prefix_hashes: Sequence[bytes]) -> list[Record | None]:
-        """See ``ReadIndex``."""
         replies = self._pipelined(
             "lookup", [("HGETALL", self._chunk(namespace, one)) for one in prefix_hashes]
         )
@@ -245,7 +232,7 @@ class RedisIndex:
     def find(
         self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
     ) -> list[ShardRecords | None]:
-        """See ``ReadIndex``. Reads and checks only these fields of a record."""
+        """Reads and checks only these fields of a record."""
         found = None
         if prefix_hashes and fields:
             with translated("redis index, find"):
@@ -255,23 +242,19 @@ class RedisIndex:
         return found
 
     def scan(self, namespace: str) -> Iterator[Record]:
-        """See ``ReadIndex``. Walks all keys of the server in batches."""
+        """Walks all keys of the server in batches."""
         keys = self._keys(f"{self.prefix}:i:{namespace}:*")
         hashes = (prefix_hash for found, prefix_hash in keys if found == namespace)
         while batch := list(islice(hashes, _SCAN_KEYS)):
             yield from filter(None, self.lookup(namespace, batch))
 
     def namespaces(self) -> list[str]:
-        """See ``ReadIndex``. Walks all keys of the server.
-
-        A stored list of namespaces would be one key that every save of the fleet writes, and it
-        would keep naming expired namespaces.
-        """
+        """Walks all keys of the server: every save of the fleet would write the one key of a list,
+        which would name expired namespaces, too."""
         return sorted({namespace for namespace, _ in self._keys(f"{self.prefix}:i:*")})
 
     def usage(self) -> list[Usage]:
-        """See ``ReadIndex``. Returns running totals, without recent changes that other processes
-        have not sent yet."""
+        """Returns running totals, without recent changes of other processes."""
         numbers, found = self._numbers("usage", self._totals), []
         for name in sorted({field.partition(":")[0] for field in numbers}):
             nbytes, payloads, counted_s = (numbers.get(f"{name}:{kind}", 0) for kind in _TOTALS)
@@ -280,12 +263,10 @@ class RedisIndex:
         return found
 
     def savings(self) -> list[Savings]:
-        """See ``ReadIndex``. Like ``usage``, lacks numbers of killed processes."""
         return read_savings(self._numbers("savings", self._savings))
 
     def _numbers(self, verb: str, totals: PendingTotals) -> dict[str, int]:
-        """Send this process's changes of ``totals``. Return the fleet's, without what is no
-        number."""
+        """Send this process's changes of ``totals``. Return the fleet's that are numbers."""
         reply = self._flush(verb, totals, "HGETALL", totals.key)
         return {
             field.decode("utf-8", "replace"): int(value)
@@ -299,11 +280,10 @@ class RedisIndex:
         return _checked(verb, reply)
 
     def check(self) -> None:
-        """See ``ReadIndex``. Runs a script, which needs most of the rights that objkv needs."""
+        """Runs a script, which needs most of the rights that objkv needs."""
         self._run("check", RELEASE, (self._lease("check"),), "nobody")
 
     def close(self) -> None:
-        """See ``ReadIndex``."""
         with translated("redis index, close"):
             with suppress(StoreError):
                 self.flush(early=True)
@@ -311,14 +291,8 @@ class RedisIndex:
             self.client.close()
 
     def publish(
-        self,
-        chunk: ChunkEntry,
-        shards: Mapping[str, ShardRecord],
-        *,
-        ttl_s: int,
-        lease: Lease | None = None,
+        self, chunk: ChunkEntry, shards: ShardRecords, *, ttl_s: int, lease: Lease | None = None
     ) -> None:
-        """See ``WriteIndex``."""
         assert shards
         assert all(field[:1].isdigit() for field in shards)  # the record's own fields are letters
         args: list[str | bytes | int] = [ttl_s * 1000, "" if lease is None else lease.owner]
@@ -332,23 +306,22 @@ class RedisIndex:
         self._totals.add(chunk.namespace, nbytes, payloads)
 
     def touch(self, namespace: str, prefix_hashes: Sequence[bytes], *, ttl_s: int) -> None:
-        """See ``WriteIndex``; one pipelined round trip."""
+        """One pipelined round trip."""
         keys = [self._chunk(namespace, prefix_hash) for prefix_hash in dict.fromkeys(prefix_hashes)]
         self._run_all("touch", TOUCH, [(key,) for key in keys], ttl_s * 1000, int(self._clock()))
 
     def credit(self, savings: Savings) -> None:
-        """See ``WriteIndex``. Sends the sums every few seconds."""
+        """Sends the sums every few seconds."""
         self._savings.add_changes(savings_fields(savings))
         self.flush()
 
     def flush(self, *, early: bool = False) -> None:
-        """See ``WriteIndex``; a round trip only if changes are due, or ``early``."""
+        """A round trip only if changes are due, or ``early``."""
         for totals in (self._totals, self._savings):
             if changes := totals.drain(early=early):
                 self._flushed("flush", totals, changes)
 
     def forget(self, namespace: str, prefix_hash: bytes, field: str, expected: ShardRecord) -> bool:
-        """See ``WriteIndex``."""
         key = self._chunk(namespace, prefix_hash)
         gone = bool(self._run("forget", FORGET, (key,), field, encode_shard(expected)))
         if gone:
@@ -356,32 +329,28 @@ class RedisIndex:
         return gone
 
     def lease(self, name: str, owner: str, *, ttl_ms: int) -> bool:
-        """See ``WriteIndex``. Extends the owner's lease."""
         return bool(self._run("lease", LEASE, (self._lease(name),), owner, ttl_ms))
 
     def release(self, name: str, owner: str) -> None:
-        """See ``WriteIndex``."""
         self._run("release", RELEASE, (self._lease(name),), owner)
 
     def record_sightings(self, names: Sequence[str], *, ttl_s: int) -> list[bool]:
-        """See ``WriteIndex``; one pipelined round trip."""
+        """One pipelined round trip."""
         keys = [f"{self.prefix}:s:{sighting_name(name)}" for name in names]
         replies = self._pipelined("sight", [("SET", k, "", "EX", ttl_s, "GET") for k in keys])
         return [_checked("sight", reply) is not None for reply in replies]
 
     def pin(self, namespace: str, prefix_hash: bytes, *, until_s: int, ttl_s: int) -> bool:
-        """See ``PruneIndex``."""
         ttl_ms = max(ttl_s * 1000, int((until_s - self._clock()) * 1000))
         return bool(self._run("pin", PIN, (self._chunk(namespace, prefix_hash),), until_s, ttl_ms))
 
     def drop(self, namespace: str, prefix_hash: bytes) -> bool:
-        """See ``PruneIndex``. Also removes malformed records."""
+        """Also removes malformed records."""
         found, nbytes, payloads = self._run("drop", DROP, (self._chunk(namespace, prefix_hash),))
         self._totals.add(namespace, -nbytes, -payloads)
         return bool(found)
 
     def set_usage(self, usage: Usage) -> None:
-        """See ``PruneIndex``."""
         fields = [f"{usage.namespace}:{kind}" for kind in _TOTALS]
         command: list[str | int] = ["HDEL", self._totals.key, *fields]
         if usage.payloads:
@@ -394,8 +363,8 @@ class RedisIndex:
         return f"{self.prefix}:i:{namespace}:{prefix_hash.hex()}"
 
     def _lease(self, name: str) -> str:
-        """Return the key of a lease. A cluster keeps that of a payload where the chunk's record is:
-        it looks only at what is in braces."""
+        """Return the key of a lease. A cluster, which looks only at what is in braces, keeps that
+        of a payload where the chunk's record is."""
         if (path := _PATH.fullmatch(name)) is None:
             return f"{self.prefix}:l:{name}"
         namespace, prefix_hash, payload = path.groups()
@@ -406,7 +375,7 @@ class RedisIndex:
         with translated(f"redis index, {verb}"), suppress(exceptions.NoScriptError):
             run: Callable[..., object] = self.client.execute_command
             if not self._totals.is_due():  # a pipeline costs half as much again
-                return run(*script.known(keys, *args))
+                return run(*script.known, len(keys), *keys, *args)
         return self._run_all(verb, script, [keys], *args)[0]
 
     def _run_all(
@@ -414,10 +383,11 @@ class RedisIndex:
     ) -> list[Any]:
         """Return the script's replies for the keys of each call, in order, after one pipelined
         round trip. Due changes of the totals share it."""
-        known = [script.known(keys, *args) for keys in calls]
+        rests = [(len(keys), *keys, *args) for keys in calls]
+        known = [(*script.known, *rest) for rest in rests]
         replies = self._flushed(verb, self._totals, self._totals.drain(), *known)
         unknown = [n for n, one in enumerate(replies) if isinstance(one, exceptions.NoScriptError)]
-        again = self._pipelined(verb, [script.full(calls[place], *args) for place in unknown])
+        again = self._pipelined(verb, [(*script.full, *rests[place]) for place in unknown])
         for place, reply in zip(unknown, again, strict=True):
             replies[place] = reply
         return [_checked(verb, reply) for reply in replies]
@@ -425,8 +395,8 @@ class RedisIndex:
     def _flushed(
         self, verb: str, totals: PendingTotals, changes: Mapping[str, int], *commands: Command
     ) -> list[Any]:
-        """Return the replies to ``commands``. Sends changes of ``totals`` first, and puts back the
-        failed ones."""
+        """Return the replies to ``commands``. Sends changes of ``totals`` first, and keeps those
+        that fail."""
         try:
             adding = [("HINCRBY", totals.key, field, change) for field, change in changes.items()]
             replies = self._pipelined(verb, [*adding, *commands])
@@ -438,7 +408,7 @@ class RedisIndex:
         return replies[len(changes) :]
 
     def _pipelined(self, verb: str, commands: Sequence[Command]) -> list[Any]:
-        """Return all replies, with errors as values. Takes one round trip, or one per cluster
+        """Return all replies, with errors as values, after a round trip, or one per cluster
         node."""
         if not commands:
             return []
@@ -482,8 +452,7 @@ def _checked(verb: str, reply: Any) -> Any:
 
 
 def _record(prefix_hash: bytes, reply: Any, now: float) -> Record | None:
-    """Return the record from a reply to ``HGETALL``; None if it is missing or not written by
-    objkv."""
+    """Return the record from a reply to ``HGETALL``; None if it is missing or not objkv's."""
     if isinstance(reply, Exception) and str(reply).startswith("WRONGTYPE"):  # not objkv's
         return None
     shards = {}

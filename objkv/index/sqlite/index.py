@@ -9,7 +9,7 @@ import sqlite3
 import stat
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -100,13 +100,13 @@ _COMPANIONS = ("-wal", "-shm", "-journal")
 
 
 def prepare(path: Path) -> None:
-    """Create the file and its folder if they are missing, and refuse planted ones.
+    """Create the file and its folder if they are missing, and refuse planted ones. Raises
+    ``StoreDenied`` with the fix.
 
     The content (which prefixes are stored, how often they are looked up) is private. So the file is
     created for this user alone, or for a group if its folder is set up for one (``install -d -m
-    2770 -g GROUP FOLDER``). SQLite gives its ``-wal`` and ``-shm`` files the owner, group and mode
-    of the file. Raises ``StoreDenied`` with the fix. Users who may write to the folder can still
-    replace the file later: only world-writable folders are distrusted.
+    2770 -g GROUP FOLDER``); SQLite creates its companions alike. Users who may write to the folder
+    can replace the file: only world-writable folders are distrusted.
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -153,8 +153,7 @@ _WAL_RETRY_S = 0.01
 _VALUE_BYTES_MAX = 16 << 20
 """Limit for one row; every record is far smaller."""
 _CALL_S_MAX = 20.0
-"""Limit for computing in SQLite per call, unless the caller has less time. Even a large index needs
-less."""
+"""Limit for computing in SQLite per call. Even a large index needs less."""
 _STEPS = 10_000
 """Instructions of SQLite's virtual machine between two checks of the clock; below a millisecond."""
 _BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
@@ -168,11 +167,9 @@ _REFUSED = {
 
 
 class SqliteFile:
-    """Connections to one file: one per call in flight, kept for reuse. Safe across ``fork``.
-
-    Opens nothing before the first call, and creates nothing before the first write. ``busy_ms``
-    bounds how long a call waits for another writer.
-    """
+    """Connections to one file: one per call in flight, kept for reuse. Safe across ``fork``. Opens
+    nothing before the first call, and creates nothing before the first write. ``busy_ms`` bounds
+    how long a call waits for another writer."""
 
     def __init__(self, path: Path, *, busy_ms: int) -> None:
         self.path = path
@@ -187,8 +184,8 @@ class SqliteFile:
 
     @contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
-        """Borrow a connection. Each statement sees one state of the file. A missing file is not
-        created: it reads as an empty one."""
+        """Borrow a connection. Each statement sees one state of the file. A missing one reads as
+        empty, and is not created."""
         if os.path.lexists(self.path):
             with self._borrow() as connection:
                 yield connection
@@ -231,15 +228,14 @@ class SqliteFile:
             yield connection
 
     def close(self) -> None:
-        """Close the idle connections. Idempotent."""
         with self._lock:
             idle, self._idle = self._idle, []
         for connection in idle:
             connection.close()
 
     def _look(self) -> tuple[int, int] | None:
-        """Return the device and inode of the file that is now at the path. Closes connections to a
-        file that was removed or replaced, because no other process uses that file."""
+        """Return the device and inode of the file that is now at the path. Closes connections to
+        one that was removed or replaced, because no other process uses that."""
         try:
             found = os.stat(self.path)
         except OSError:
@@ -308,7 +304,7 @@ class SqliteFile:
             time.sleep(_WAL_RETRY_S)
 
     def _create(self, connection: sqlite3.Connection) -> int:
-        """Create the tables in an empty file. Return its version, also if another process just did
+        """Create the tables in an empty file. Return its version, also if another process did
         so."""
         with connection:
             connection.execute("BEGIN IMMEDIATE")
@@ -350,7 +346,7 @@ def _damaged(path: Path, what: object) -> StoreDenied:
 
 def _bound(connection: sqlite3.Connection, seconds: float) -> None:
     """Interrupt computing after ``seconds``, or at this call's deadline. Waiting for another writer
-    has its own limit."""
+    has a limit of its own."""
     until_s = min(time.monotonic() + seconds, ends_s())
     connection.set_progress_handler(lambda: time.monotonic() > until_s, _STEPS)
 
@@ -431,11 +427,9 @@ ON CONFLICT (name) DO UPDATE SET ends_s = excluded.ends_s
 
 
 class SqliteIndex:
-    """Implements ``PruneIndex``. The first write creates the file and its folder.
-
-    ``busy_ms`` bounds how long a call waits for another process's write. ``clock`` returns seconds
-    since the epoch. Survives ``fork``, and writers that are killed at any moment.
-    """
+    """Implements ``PruneIndex``. The first write creates the file and its folder. Survives
+    ``fork``, and writers that are killed at any moment. ``clock``: seconds since the epoch.
+    ``busy_ms``: see ``SqliteFile``."""
 
     def __init__(
         self, path: Path, *, clock: Callable[[], float] = time.time, busy_ms: int = 2_000
@@ -443,11 +437,8 @@ class SqliteIndex:
         self._file = SqliteFile(path, busy_ms=busy_ms)
         self._clock = clock
 
-    def __repr__(self) -> str:
-        return f"<SqliteIndex {self._file.path}>"
-
     def lookup(self, namespace: str, prefix_hashes: Sequence[bytes]) -> list[Record | None]:
-        """See ``ReadIndex``. Uses one statement for up to 30,000 hashes."""
+        """One statement for up to 30,000 hashes."""
         found: dict[bytes, Record] = {}
         with self._file.read() as connection:
             for part in _parts(prefix_hashes):
@@ -461,8 +452,7 @@ class SqliteIndex:
     def find(
         self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
     ) -> list[ShardRecords | None]:
-        """See ``ReadIndex``. Uses one statement for up to 30,000 hashes, which reads only these
-        fields."""
+        """Takes a third of the time of a ``lookup``, because it reads only these fields."""
         wanted = list(dict.fromkeys(fields))
         found: dict[bytes, dict[str, ShardRecord]] = {}
         with self._file.read() as connection:
@@ -473,13 +463,12 @@ class SqliteIndex:
                     (namespace, self._clock(), *wanted, *part),
                 )
                 for prefix_hash, field, value in rows:
-                    # Another program may have stored text: SQLite columns hold any type.
-                    if isinstance(value, bytes) and (shard := decode_shard(value)):
+                    if shard := _shard(value):
                         found.setdefault(prefix_hash, {})[field] = shard
         return [found.get(prefix_hash) for prefix_hash in prefix_hashes]
 
     def scan(self, namespace: str) -> Iterator[Record]:
-        """See ``ReadIndex``. Yields in hash order, and holds no transaction between two steps."""
+        """Yields in hash order, and holds no transaction between two steps."""
         after = b""
         while True:
             with self._file.read() as connection:
@@ -492,7 +481,6 @@ class SqliteIndex:
             after = rows[-1][0]
 
     def namespaces(self) -> list[str]:
-        """See ``ReadIndex``."""
         with self._file.read() as connection:
             rows = connection.execute(
                 f"SELECT DISTINCT namespace FROM chunks c WHERE {_LIVE} ORDER BY namespace",
@@ -501,37 +489,28 @@ class SqliteIndex:
         return [str(namespace) for (namespace,) in rows]
 
     def usage(self) -> list[Usage]:
-        """See ``ReadIndex``. Exact: does not count expired records that are still in the file."""
+        """Exact: does not count expired records that are still in the file."""
         now = self._clock()
         with self._file.read() as connection:
             rows = connection.execute(_USAGE, (now,)).fetchall()
         return [Usage(name, nbytes, payloads, int(now)) for name, nbytes, payloads in rows]
 
     def savings(self) -> list[Savings]:
-        """See ``ReadIndex``."""
         with self._file.read() as connection:
             rows = connection.execute("SELECT name, value FROM savings").fetchall()
-        # Another program may have stored text: SQLite columns hold any type.
         return read_savings({str(field): value for field, value in rows if type(value) is int})
 
     def check(self) -> None:
-        """See ``ReadIndex``. Also proves that the file is writable."""
+        """Also proves that the file is writable."""
         with self._file.write() as connection:
             connection.execute("DELETE FROM leases WHERE name = ''")
 
     def close(self) -> None:
-        """See ``ReadIndex``."""
         self._file.close()
 
     def publish(
-        self,
-        chunk: ChunkEntry,
-        shards: Mapping[str, ShardRecord],
-        *,
-        ttl_s: int,
-        lease: Lease | None = None,
+        self, chunk: ChunkEntry, shards: ShardRecords, *, ttl_s: int, lease: Lease | None = None
     ) -> None:
-        """See ``WriteIndex``."""
         assert shards
         now = self._clock()
         key = (chunk.namespace, chunk.prefix_hash)
@@ -553,7 +532,6 @@ class SqliteIndex:
             _purge(connection, now)
 
     def touch(self, namespace: str, prefix_hashes: Sequence[bytes], *, ttl_s: int) -> None:
-        """See ``WriteIndex``."""
         if not prefix_hashes:
             return
         now = self._clock()
@@ -564,12 +542,10 @@ class SqliteIndex:
                 )
 
     def credit(self, savings: Savings) -> None:
-        """See ``WriteIndex``."""
         with self._file.write() as connection:
             connection.executemany(_CREDIT, savings_fields(savings).items())
 
     def forget(self, namespace: str, prefix_hash: bytes, field: str, expected: ShardRecord) -> bool:
-        """See ``WriteIndex``."""
         key = (namespace, prefix_hash)
         with self._file.write() as connection:
             removed = connection.execute(
@@ -587,7 +563,6 @@ class SqliteIndex:
         return removed == 1
 
     def lease(self, name: str, owner: str, *, ttl_ms: int) -> bool:
-        """See ``WriteIndex``. Extends the owner's lease."""
         now = self._clock()
         with self._file.write() as connection:
             taken = connection.execute(_LEASE, (name, owner, now + ttl_ms / 1000, now)).rowcount
@@ -595,7 +570,6 @@ class SqliteIndex:
         return taken == 1
 
     def release(self, name: str, owner: str) -> None:
-        """See ``WriteIndex``."""
         with self._file.write() as connection:
             connection.execute(_RELEASE, (name, owner))
 
@@ -603,7 +577,6 @@ class SqliteIndex:
         """Does nothing: totals change with the records."""
 
     def record_sightings(self, names: Sequence[str], *, ttl_s: int) -> list[bool]:
-        """See ``WriteIndex``; one transaction."""
         now, seen = self._clock(), []
         with self._file.write() as connection:
             for name in names:
@@ -615,7 +588,6 @@ class SqliteIndex:
         return seen
 
     def pin(self, namespace: str, prefix_hash: bytes, *, until_s: int, ttl_s: int) -> bool:
-        """See ``PruneIndex``."""
         now = self._clock()
         with self._file.write() as connection:
             changed = connection.execute(
@@ -626,7 +598,6 @@ class SqliteIndex:
         return changed == 1
 
     def drop(self, namespace: str, prefix_hash: bytes) -> bool:
-        """See ``PruneIndex``."""
         with self._file.write() as connection:
             changed = connection.execute(
                 f"DELETE FROM chunks AS c WHERE namespace = ? AND hash = ? AND {_LIVE}",
@@ -661,13 +632,17 @@ def _marks(values: Sequence[object]) -> str:
     return f"({','.join('?' * len(values))})"
 
 
+def _shard(value: object) -> ShardRecord | None:
+    # Another program may have stored text: SQLite columns hold any type.
+    return decode_shard(value) if isinstance(value, bytes) else None
+
+
 def _records(rows: Iterable[tuple[Any, ...]], now: float) -> Iterator[Record]:
     """Yield the records of joined rows, without chunks that have no readable shard."""
     chunks: dict[bytes, tuple[Any, ...]] = {}
     shards: dict[bytes, dict[str, ShardRecord]] = {}
     for *chunk, field, value in rows:
-        # Another program may have stored text: SQLite columns hold any type.
-        if isinstance(value, bytes) and (shard := decode_shard(value)):
+        if shard := _shard(value):
             chunks[chunk[0]] = tuple(chunk)
             shards.setdefault(chunk[0], {})[field] = shard
     for prefix_hash, (_, parent, start, end, hits, touched_s, pinned_s) in chunks.items():

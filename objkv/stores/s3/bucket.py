@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
 
 _HASHES = {"GET": sha256().hexdigest(), "PUT": "UNSIGNED-PAYLOAD"}
-"""Of the body, by method. That of a value is not hashed, also over http, unless the settings demand
-it: see decision 9 in ``docs/decisions.md``."""
+"""Of the body, by method. That of a value is not hashed unless the settings demand it: see decision
+9 in ``docs/decisions.md``."""
 _SOUGHT = "objkv-sought"
 _TOKENS = {"s3v4": "x-amz-security-token", "v4-s3express": "x-amz-s3session-token"}
 """The header of a session's token, by the client's name of the signature: both are version 4."""
@@ -56,10 +56,8 @@ class S3Endpoint:
 
     def signed(self, method: str, key: str, extra: dict[str, str]) -> bytes:
         """Return the head of a request for ``key``, signed with the client's current credentials.
-
-        ``extra`` has headers by lower-case name; all of them are signed. Raises ``StoreDenied`` and
-        the client's exceptions, for example if credentials are missing.
-        """
+        ``extra``: headers by lower-case name, signed too. Raises ``StoreDenied`` and the client's
+        exceptions, for example if credentials are missing."""
         credentials = self.signer.get_auth_instance(
             self.service, self.region, self.version, **self.session
         ).credentials
@@ -96,8 +94,8 @@ class S3Endpoint:
 
 @lru_cache(maxsize=4)
 def _signing_key(access: str, secret: str, token: str | None, scope: str) -> bytes:
-    """Return the signing key of ``secret``, which is valid for a day. ``scope`` is date, region,
-    service and signature name. Raises ``StoreDenied`` if no header can hold the rest."""
+    """Return the signing key of ``secret`` for a day. ``scope``: date, region, service, and name of
+    the signature. Raises ``StoreDenied`` if no header can hold the rest."""
     check_headers(access, token or "")
     key = b"AWS4" + secret.encode()
     for part in scope.split("/"):
@@ -153,11 +151,10 @@ def find_endpoint(client: "S3Client", bucket: str, prefix: str) -> S3Endpoint:
 
 
 class Bucket:
-    """A bucket under a prefix. Thread-safe. Raises the client's exceptions and ``StoreError``, each
-    call within ``one_call``."""
+    """A bucket under ``prefix``, which is empty or ends with a slash. Thread-safe. Raises the
+    client's exceptions and ``StoreError``; its callers are within ``one_call``."""
 
     def __init__(self, access: S3Access, name: str, prefix: str) -> None:
-        """``prefix`` is empty or ends with a slash."""
         self.name, self.prefix = name, prefix
         self.client: Any = access.client
         self._access = access
@@ -165,10 +162,9 @@ class Bucket:
 
     def endpoint(self) -> S3Endpoint:
         """Return where the requests go. Sends nothing. Raises like ``find_endpoint``."""
-        found = self._endpoint
-        if found is None:
-            found = self._endpoint = find_endpoint(self.client, self.name, self.prefix)
-        return found
+        if self._endpoint is None:
+            self._endpoint = find_endpoint(self.client, self.name, self.prefix)
+        return self._endpoint
 
     def object_of(self, key: str) -> dict[str, Any]:
         """Return bucket and key as the client's arguments."""
@@ -178,8 +174,7 @@ class Bucket:
     def ask(
         self, method: str, key: str, extra: dict[str, str], body: memoryview | bytes = b""
     ) -> HttpResponse:
-        """Send a request for a value, as often as that may help, and return the head of its
-        response, which the caller closes."""
+        """Send a request for a value, as often as that may help. The caller closes the response."""
         check_key(key)
 
         def attempt() -> HttpResponse:
@@ -206,10 +201,9 @@ class Bucket:
         """Whether ``error``, the response to a request for ``key``, means that it does not exist.
 
         S3 returns 404 for a missing key to anyone with permission to list, and 403 to all others.
-        If that permission has a condition on the prefix, some servers (Ceph 16.2) return 403,
-        because a get names no prefix. A listing of this one key then decides. Directory buckets
-        cannot list single keys, but their sessions may list everything, so a missing key is always
-        a 404.
+        If that permission is for a prefix, some servers (Ceph 16.2) return 403, because a get names
+        none: a listing of this one key then decides. Sessions of directory buckets, which cannot
+        list single keys, may list everything, so there it is always a 404.
         """
         status, code = error_code(error)
         if status == 404 and code in _MISSING:

@@ -1,8 +1,5 @@
-"""Opens boto3's client from the settings, and has its requests sent on our connections.
-
-The client has credentials, endpoints and the requests that move no payload: it builds, signs and
-parses them.
-"""
+"""Opens boto3's client, which has credentials and endpoints, and builds, signs and parses the
+requests that move no payload. They are sent on our connections."""
 
 import io
 import math
@@ -28,13 +25,7 @@ from botocore.retries.quota import RetryQuota
 from botocore.utils import get_environ_proxies
 
 from objkv.config import Config
-from objkv.config.aws import (
-    aws_region,
-    check_credentials,
-    check_endpoint,
-    is_plain,
-    s3_endpoint,
-)
+from objkv.config.aws import aws_region, check_credentials, check_endpoint, is_plain, s3_endpoint
 from objkv.config.urls import check_proxies, is_this_machine
 from objkv.errors import ConfigError, StoreDenied, StoreUnavailable
 from objkv.net.deadline import EndsBy, ends_s
@@ -52,7 +43,7 @@ ATTEMPT_SHARE = 0.9 / ATTEMPTS
 """Share of a call's time that an attempt may take. The rest is for the pauses between attempts."""
 _PAUSE_S, _BUSY_PAUSE_S = 0.05, 1.0
 """The longest pause before the third attempt, as the client's: it doubles from then on. The second
-one does not wait."""
+does not wait."""
 _COST, _BUSY_COST = 14, 5
 """What a repetition takes of the quota, as the client's."""
 _LAST_S: ContextVar[float] = ContextVar("last_s", default=math.inf)
@@ -61,8 +52,8 @@ T = TypeVar("T")
 
 @contextmanager
 def one_call(deadline_s: float) -> Iterator[None]:
-    """Bound one call with all its requests and their attempts: it ends within ``deadline_s``
-    seconds, or when the caller's time ends, and starts no attempt that may take longer."""
+    """Bound one call with all its attempts: it ends within ``deadline_s`` seconds, or when the
+    caller's time ends, and starts no attempt that may take longer."""
     now_s = time.monotonic()
     end_s = min(now_s + deadline_s, ends_s())
     attempt_s = max(0.0, end_s - now_s) * ATTEMPT_SHARE
@@ -80,7 +71,7 @@ def last_s() -> float:
 
 
 class Retrier:
-    """Sends requests again if that may help: up to ``ATTEMPTS`` times, and less often if the server
+    """Sends requests up to ``ATTEMPTS`` times if that may help, and less often to a server that
     fails for long. Thread-safe."""
 
     def __init__(self) -> None:
@@ -119,24 +110,20 @@ class Retrier:
 
 @dataclass(frozen=True, slots=True)
 class S3Access:
-    """What a store needs of S3: boto3's client, thread-safe, and the connections and repetitions
-    that it and all other requests use."""
+    """boto3's client, and the connections and repetitions of its and all other requests. All are
+    thread-safe."""
 
     client: "S3Client"
     connections: Connections
     retrier: Retrier
 
     def close(self) -> None:
-        """Close both. Idempotent."""
         self.client.close()
         self.connections.close()
 
 
 def open_s3_access(config: Config) -> S3Access:
-    """Return client and connections for the settings. Sends nothing yet.
-
-    Raises ``ConfigError``.
-    """
+    """Return client and connections for the settings. Sends nothing yet. Raises ``ConfigError``."""
     if config.s3_ca_bundle is not None and not config.s3_ca_bundle.is_file():
         raise ConfigError(f"s3_ca_bundle: file {config.s3_ca_bundle} does not exist")
     check_credentials(config)
@@ -220,7 +207,6 @@ def _send(connections: Connections, retrier: Retrier, request: Any, **_: object)
 
 class _Body(io.BytesIO):
     def stream(self) -> Iterator[bytes]:
-        """Yield all of it, as the client reads responses."""
         yield self.getvalue()
 
 

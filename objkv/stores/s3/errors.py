@@ -44,9 +44,8 @@ _FIX = {
     "docs/stores.md lists servers that have it",
     "EntityTooLarge": "the server rejects values of this size: lower chunk_tokens, or raise "
     "the server's limit to 64 MiB",
-    "InvalidObjectState": (
-        "the object was moved to an archive: remove the lifecycle rule that does this"
-    ),
+    "InvalidObjectState": "the object was moved to an archive: remove the lifecycle rule that does "
+    "this",
 }
 _DEMANDS = (
     "; a bucket may also demand encryption (s3_sse), an ACL (s3_acl), a checksum (s3_checksum) or "
@@ -136,13 +135,13 @@ def _untrusted(what: str, exc: SSLError) -> StoreError:
     text = str(exc)
     if "Hostname mismatch" in text or "IP address mismatch" in text:
         fix = "use a name of the server's certificate as the host of s3_endpoint_url"
-        return StoreDenied(f"{what}: {fix} ({text})")
-    if "CERTIFICATE_VERIFY_FAILED" in text:
+    elif "CERTIFICATE_VERIFY_FAILED" in text:
         fix = "set s3_ca_bundle to the PEM file of the CA that signed the server's certificate"
-        return StoreDenied(f"{what}: {fix} ({text})")
-    if "WRONG_VERSION_NUMBER" in text or "RECORD_LAYER_FAILURE" in text:
-        return StoreDenied(f"{what}: the endpoint does not support TLS: use http:// ({text})")
-    return StoreUnavailable(f"{what}: {text}")
+    elif "WRONG_VERSION_NUMBER" in text or "RECORD_LAYER_FAILURE" in text:
+        fix = "the endpoint does not support TLS: use http://"
+    else:
+        return StoreUnavailable(f"{what}: {text}")
+    return StoreDenied(f"{what}: {fix} ({text})")
 
 
 def _connection_fix(exc: BotoCoreError) -> str:

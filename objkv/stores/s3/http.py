@@ -39,8 +39,7 @@ T = TypeVar("T")
 
 
 class ConnectionFailed(HTTPClientError):
-    """There is no usable response. An exception of the AWS client, which retries it like its own;
-    ``error`` says why."""
+    """There is no usable response. The AWS client's exception, which it retries like its own."""
 
     fmt = "{error}"
 
@@ -53,10 +52,8 @@ class NoResponse(ConnectionFailed):
 
 
 class Connections:
-    """The connections of one store. Thread-safe.
-
-    ``ca`` is the file of the trusted authorities; None for servers without TLS.
-    """
+    """The connections of one store. Thread-safe. ``ca``: file of the trusted authorities; None for
+    servers without TLS."""
 
     def __init__(self, *, connect_s: float, read_s: float, ca: str | None) -> None:
         self._connect_s = connect_s
@@ -72,11 +69,8 @@ class Connections:
 
     def ask(self, url: str, head: bytes, body: memoryview | bytes = b"") -> "HttpResponse":
         """Send one request to the server of ``url``, ``scheme://host:port``, and read the head of
-        its response, which the caller closes.
-
-        If the server had closed the connection meanwhile, it is replaced once. Raises
-        ``ConnectionFailed`` and botocore's ``SSLError``.
-        """
+        its response, which the caller closes. A connection that the server had closed meanwhile is
+        replaced once. Raises ``ConnectionFailed`` and botocore's ``SSLError``."""
         for is_fresh in (False, True):
             connection = self.acquire(url, is_fresh=is_fresh)
             try:
@@ -88,8 +82,8 @@ class Connections:
         raise AssertionError
 
     def acquire(self, url: str, *, is_fresh: bool = False) -> "HttpConnection":
-        """Return the connection to ``url`` that was used last, or a new one; the caller releases
-        it. Raises like ``ask``."""
+        """Return the connection that was used last, or a new one; the caller releases it. Raises
+        like ``ask``."""
         idle = self._idle.setdefault(url, deque())
         while idle and not is_fresh:
             with suppress(IndexError):  # another thread was faster
@@ -121,7 +115,7 @@ class Connections:
             self.close()
 
     def close(self) -> None:
-        """Close all that are idle, and from now on all that are released. Idempotent."""
+        """Close what is idle now, and what is released later. Idempotent."""
         self._is_closed = True
         for idle in list(self._idle.values()):
             with suppress(IndexError):  # the last one was closed, or another thread took it
@@ -130,13 +124,12 @@ class Connections:
 
 
 def host_of(parts: SplitResult) -> str:
-    """Return the host of a URL as requests name and sign it: without the usual port."""
+    """Return the host as requests name and sign it: without the usual port."""
     return parts.netloc.lower().removesuffix({"http": ":80", "https": ":443"}[parts.scheme])
 
 
 def _connected(parts: SplitResult, until_s: float) -> socket.socket:
-    """Return a connection to the first address of the server that accepts one. All addresses share
-    the time."""
+    """Return a connection to the first address that accepts one. All share the time."""
     port = parts.port or (443 if parts.scheme == "https" else 80)
     found = socket.getaddrinfo(parts.hostname, port, 0, socket.SOCK_STREAM)
     addresses = [str(address[0]) for *_, address in found]
@@ -155,8 +148,7 @@ def _connected(parts: SplitResult, until_s: float) -> socket.socket:
 
 
 class HttpConnection:
-    """A connection in use for one request. ``release`` keeps it for the next request, unless part
-    of a response may still arrive on it."""
+    """Belongs to one request until its ``release``."""
 
     def __init__(
         self,
@@ -175,7 +167,7 @@ class HttpConnection:
         self._poll = select.poll()
         self._poll.register(made, select.POLLIN)
         self._tls = made if isinstance(made, ssl.SSLSocket) else None
-        """Python waits for it, since TLS keeps state between calls; the kernel waits for others."""
+        """Python waits for it, as TLS keeps state between calls; the kernel waits for others."""
         if self._tls is None:
             bound_waits(made, _LOOK_S)
         self._waits_s = -1.0
@@ -183,17 +175,14 @@ class HttpConnection:
         self.is_used = False
         """Whether it carried an earlier request, so the server may have closed it meanwhile."""
         self._has_body = True
-        """Whether the response to the request has a body."""
 
     def is_quiet(self) -> bool:
-        """Whether the connection is open, without unexpected input or an end of stream, and not
-        that of a parent process."""
+        """Whether it is open, has no unexpected input, and is not a parent process's."""
         return self._pid == os.getpid() and not self._poll.poll(0)
 
     def send(self, head: bytes, body: memoryview | bytes) -> "HttpResponse | None":
-        """Send a request, with the body in slices of the caller's buffer. A server that refuses a
-        body may respond and close the connection early; that response is returned. Raises like
-        ``read_head``."""
+        """Send a request. A server that refuses a body may respond and close the connection early;
+        that response is returned. Raises like ``read_head``."""
         self._has_body = not head.startswith(b"HEAD ")
         try:
             if self._bounded(self.socket.send, head) != len(head):
@@ -217,17 +206,13 @@ class HttpConnection:
             return response
 
     def read_head(self) -> "HttpResponse":
-        """Return the response with its status and headers. Raises ``ConnectionFailed``, or
-        ``NoResponse`` if not one byte arrived."""
+        """Raises ``ConnectionFailed``, or ``NoResponse`` if not one byte arrived."""
         raw = b""
         try:
             while b"\r\n\r\n" not in raw:
                 if len(raw) > HEAD_BYTES_MAX:
                     raise ValueError("the head of the response does not end")
-                more = self._bounded(self.socket.recv, _READ_BYTES)  # a call less than ``receive``
-                if not more:
-                    raise ConnectionError("the response ended in its head")
-                raw += more
+                raw += self.receive()
                 while raw.startswith(b"HTTP/1.1 1") and b"\r\n\r\n" in raw:
                     raw = raw.partition(b"\r\n\r\n")[2]  # an interim response
             return HttpResponse(self, raw, has_body=self._has_body)
@@ -261,8 +246,8 @@ class HttpConnection:
         return at
 
     def _bounded(self, call: Callable[..., T], *args: Any) -> T:
-        """Return the result of one socket call that waits neither past the deadline nor longer than
-        the time-out. Raises TimeoutError."""
+        """Make one socket call, which waits neither past the deadline nor longer than the
+        time-out."""
         if self._tls is not None:
             self._limit_wait(ends_s())
             return call(*args)
@@ -283,18 +268,14 @@ class HttpConnection:
             self._waits_s = wait_s
 
     def shut(self) -> None:
-        """End another thread's wait on this connection at once. That thread releases the
-        connection.
-
-        ``SSLSocket.shutdown`` is unsuitable: it removes the TLS layer while the other thread still
-        reads.
-        """
+        """End another thread's wait on this connection at once; that thread releases it.
+        ``SSLSocket.shutdown`` would remove the TLS layer while the other thread still reads."""
         with suppress(OSError):
             socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
 
     def release(self, *, is_clean: bool = False) -> None:
-        """Keep the connection if nothing can arrive on it any more, else close it. Called once for
-        each request."""
+        """Keep the connection for another request if nothing can arrive on it any more, else close
+        it. Called once for each request."""
         # TLS may hold unexpected bytes; the next user checks the socket itself.
         is_empty = self._tls is None or not self._tls.pending()
         if is_clean and is_empty:
@@ -308,10 +289,8 @@ class HttpConnection:
 
 
 class HttpResponse:
-    """Status and headers of a response. A context manager that releases its connection.
-
-    Raises ValueError for a value of unknown length. A body in chunks has arrived when the object is
-    made.
+    """Status and headers of a response. A context manager that releases its connection. Raises
+    ValueError for a value of unknown length. A body in chunks has arrived when the object is made.
     """
 
     def __init__(self, connection: HttpConnection, raw: bytes, *, has_body: bool = True) -> None:
@@ -324,7 +303,6 @@ class HttpResponse:
         """By lower-case name."""
         self._connection = connection
         self.keeps = version == "HTTP/1.1" and self.headers.get("connection", "").lower() != "close"
-        """Whether another request may be sent on the connection."""
         length = self.headers.get("content-length", "")
         if not has_body or self.status == 204:
             length = "0"
@@ -344,7 +322,6 @@ class HttpResponse:
             self._rest, self.keeps = self._rest[: self.left], False
 
     def _chunks(self, raw: bytearray) -> bytes:
-        """Return the whole body, of which ``raw`` has arrived."""
         if self.headers["transfer-encoding"].lower() != "chunked":
             raise ValueError("a response in an unknown encoding")
         body, size = bytearray(), -1
@@ -368,7 +345,7 @@ class HttpResponse:
 
     @property
     def etag(self) -> str:
-        """The version of the response's value; empty if the server sends none."""
+        """The version of the value; empty if the server sends none."""
         return self.headers.get("etag", "")
 
     @property
@@ -392,7 +369,7 @@ class HttpResponse:
         step_bytes: int = STEP_BYTES,
     ) -> None:
         """Fill ``into`` with bytes of the body, straight from the socket, and call ``progress``
-        with their number so far, after ``step_bytes`` or earlier. Raises ``ConnectionFailed``, also
+        with their number so far every ``step_bytes`` or earlier. Raises ``ConnectionFailed``, also
         if the deadline passes."""
         at = min(len(self._rest), len(into))
         into[:at] = self._rest[:at]
@@ -422,7 +399,6 @@ class HttpResponse:
         return bytes(body)
 
     def shut(self) -> None:
-        """End another thread's reading at once."""
         self._connection.shut()
 
     def __enter__(self) -> "HttpResponse":

@@ -23,8 +23,7 @@ PART_STEP_BYTES = 512 << 10
 """``arrived`` is called after each of these many bytes of a part of a value, which a forward pass
 may wait for layer by layer; of a whole value, after ``STEP_BYTES``."""
 _CLOSE_S = 5.0
-"""A thread that is still busy after this ends with its call's deadline, and its result is
-discarded."""
+"""A thread that is still busy after this ends with its call's deadline."""
 _OTHER_RANGE = "the server did not return the requested range"
 
 
@@ -50,10 +49,8 @@ class S3Reader:
         arrived: Arrived | None = None,
     ) -> memoryview | None:
         """Return up to ``room`` bytes of the value from ``start`` on, or None if the key does not
-        exist. Without ``start``, return the whole value, which must fit.
-
-        The bytes are in ``buffer``, whose length is ``room``, or in memory of their own.
-        """
+        exist. Without ``start``, return the whole value, which must fit. The bytes are in
+        ``buffer``, whose length replaces ``room``, or in memory of their own."""
         room = room if buffer is None else len(buffer)
         first, size = start or 0, room
         if buffer is not None and self._threads_max:
@@ -85,7 +82,7 @@ class S3Reader:
             return into
 
     def _help(self, get: "RangedGet", count: int) -> None:
-        """Let up to ``count`` free threads read ranges. They are started once needed."""
+        """Let up to ``count`` free threads read ranges."""
         with self._lock, suppress(RuntimeError):  # the machine may have no more threads
             if self._pool is None:
                 self._pool = Pool("objkv-range", self._threads_max, RangedGet.help)
@@ -99,7 +96,7 @@ class S3Reader:
 
 
 def _length(response: HttpResponse, start: int, size: int) -> int:
-    """Return how many bytes the value has from ``start`` on. The request was for ``size`` of them.
+    """Return how many bytes the value has from ``start`` on, of which ``size`` were requested.
     Raises for a response that must not be written to a buffer."""
     if response.status not in (200, 206):
         raise ConnectionFailed(f"HTTP {response.status} instead of a value")
@@ -115,7 +112,6 @@ def _length(response: HttpResponse, start: int, size: int) -> int:
 
 
 def _range(start: int, end: int) -> dict[str, str]:
-    """Return the header that requests bytes ``[start, end)``."""
     return {"range": f"bytes={start}-{end - 1}"}
 
 
@@ -128,8 +124,8 @@ class Range:
 
 
 class RangedGet:
-    """One get after the head of its first response. Its caller and free threads of the store read
-    the ranges together. Once ``run`` has ended, no thread touches the caller's buffer."""
+    """One get after the head of its first response: its caller and free threads read the ranges.
+    Once ``run`` has ended, no thread touches the caller's buffer."""
 
     def __init__(
         self,
@@ -141,8 +137,8 @@ class RangedGet:
         etag: str,
         arrived: Arrived | None,
     ) -> None:
-        """``cuts``: where the ranges of ``buffer`` begin, and its end. The caller reads the first
-        one; ``etag``: the version of the value; ``start``: None for a whole value."""
+        """``start``: None for a whole value. ``cuts``: where the ranges of ``buffer`` begin, and
+        its end. ``etag``: the version of the value."""
         self._bucket, self._key, self._start = bucket, key, start or 0
         self._buffer, self._etag, self._arrived = buffer, etag, arrived
         self._step_bytes = STEP_BYTES if start is None else PART_STEP_BYTES
@@ -153,7 +149,6 @@ class RangedGet:
         self._working = 0
         """Ranges that threads have started and not ended."""
         self._filling: list[HttpResponse] = []
-        """Responses that are written to the buffer."""
         self._error: Exception | None = None
         self._is_over = False
         self._reported = -1
@@ -192,7 +187,7 @@ class RangedGet:
                 self._changed.notify_all()
 
     def _wait(self) -> None:
-        """Wait for the other threads, and report what they read. Raises what they raised."""
+        """Report what the other threads read, until they end. Raises what they raised."""
         while True:
             with self._changed:
                 if self._error is not None:
@@ -226,7 +221,7 @@ class RangedGet:
                 self._arrived(prefix)
 
     def _complete(self, one: Range) -> None:
-        """Read what is missing of a range, as often as a request is sent, if there is time."""
+        """Read what is missing of a range, with as many attempts as a request, if there is time."""
         problem = "the connection broke off"
         for attempt in range(ATTEMPTS):
             if one.at == one.end or self._is_over:
@@ -256,7 +251,6 @@ class RangedGet:
         return ""
 
     def _fill(self, response: HttpResponse, one: Range) -> None:
-        """Write the body of a response to the buffer, unless the caller has left."""
         begun = one.at
 
         def grown(at: int) -> None:

@@ -37,8 +37,6 @@ _ARCHIVES = ("GLACIER", "DEEP_ARCHIVE")
 CONFLICT_TRIES = 5
 _EXISTS = 412
 _CONFLICT = 409
-
-
 RANGES_MAX = 56
 """Threads that help with large values. With ``load_threads`` 8 an agent has 64 connections for
 them, of which S3 gives each about 85 MB/s; more gain nothing (``docs/scaling.md``)."""
@@ -50,12 +48,8 @@ class S3Store:
     ``If-None-Match: *`` decides between writers, so the server must honour it. A put that was
     repeated because its response was lost finds the value that it has written, and returns False.
 
-    The caller and up to ``ranges_max`` threads of the store read values above ``range_bytes`` in
-    ranges.
-
     ``load_deadline_ms`` bounds each call, and so does an enclosing ``EndsBy``: no attempt starts
-    that may exceed it, and nothing continues after it. Without permission to list, S3 returns 403
-    instead of 404 for a missing key: see ``Bucket.is_absent``.
+    that may exceed it, and nothing continues after it.
     """
 
     def __init__(
@@ -68,7 +62,8 @@ class S3Store:
         range_bytes: int = RANGE_BYTES,
         ranges_max: int = RANGES_MAX,
     ) -> None:
-        """With ``ranges_max`` 0, each value is read by its caller alone."""
+        """The caller and up to ``ranges_max`` threads read values above ``range_bytes`` in
+        ranges."""
         self._access = access
         self._client: Any = access.client  # a verb is a variable below
         self._deadline_s = config.load_deadline_ms / 1000
@@ -87,7 +82,7 @@ class S3Store:
         return self._endpoint.startswith("https:")
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes | None:
-        """Return bytes ``[start, end)`` of the object with one request, or None."""
+        """One request."""
         is_whole = end is None and not start
         room = (VALUE_BYTES_MAX if end is None else end) - start
         if room <= 0:  # an HTTP range cannot be empty
@@ -99,8 +94,7 @@ class S3Store:
     def get_into(
         self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
     ) -> int | None:
-        """Read from the socket into ``buffer``; more than ``range_bytes`` in ranges on several
-        connections. The length is checked before and after."""
+        """Read from the socket into ``buffer``. The length is checked before and after."""
         if start is not None and not len(buffer):
             found = self.get(key, start, start)
             return None if found is None else copy_into(key, found, buffer, arrived)
@@ -109,8 +103,8 @@ class S3Store:
         return None if read is None else len(read)
 
     def head(self, key: str) -> Entry | None:
-        """Return size and age of the object, or None. A missing bucket also returns None, because
-        the response to a HEAD does not distinguish them."""
+        """Return None also for a missing bucket: the response to a HEAD does not say which it
+        is."""
         with self._call("head", key):
             found = self._bucket.head(key)
         if found is None:
@@ -118,9 +112,8 @@ class S3Store:
         return Entry(key, found["ContentLength"], found["LastModified"].timestamp())
 
     def scan(self, prefix: str) -> Iterator[Entry]:
-        """Yield entries in key order, with one page of 1000 in memory. Objects whose names are not
-        keys are omitted. Directory buckets have no order and list whole folders, so the whole
-        folder is read."""
+        """Yield entries in key order, with one page of 1000 in memory. Directory buckets have no
+        order and list whole folders, so the whole folder is read."""
         check_prefix(prefix)
         listed = prefix
         if is_directory_bucket(self._bucket.name):
@@ -144,7 +137,7 @@ class S3Store:
         return sorted(name for name in names if is_key(name))
 
     def put_if_absent(self, key: str, value: Buffer) -> bool:
-        """Make one conditional request, and another one if it conflicts with another writer's."""
+        """Make one conditional request, and another if it conflicts with another writer's."""
         with self._call("put_if_absent", key), memoryview(value) as view:
             for _ in range(CONFLICT_TRIES):
                 try:
@@ -171,7 +164,7 @@ class S3Store:
             response.read()
 
     def delete(self, key: str) -> bool:
-        """Remove the object. Always returns True, because S3 does not report whether it existed."""
+        """Always returns True, because S3 does not report whether the object existed."""
         with self._call("delete", key):
             self._client.delete_object(**self._bucket.object_of(key))
         return True
@@ -219,13 +212,11 @@ class S3Store:
 
     @contextmanager
     def _call(self, verb: str, what: str) -> Iterator[None]:
-        """One call, which ends in time and raises ``StoreError``."""
         with one_call(self._deadline_s), translated(verb, what):
             yield
 
     def _pages(self, below: str, **options: Any) -> Iterator[dict[str, Any]]:
-        """Yield the pages of a listing of all keys that start with ``below``. Each request has its
-        own deadline."""
+        """Yield the pages of a listing, each with a deadline of its own."""
         start = self._bucket.prefix + below
         lister = self._client.get_paginator("list_objects_v2")
         pages = iter(lister.paginate(Bucket=self._bucket.name, Prefix=start, **options))
@@ -238,8 +229,7 @@ class S3Store:
 
 
 def put_headers(config: Config, value: memoryview) -> dict[str, str]:
-    """Return the headers of a put of ``value`` that a bucket demands by the settings: encryption,
-    an ACL, a checksum of the body."""
+    """Return the headers of a put of ``value`` that the settings demand."""
     given = {
         "content-length": str(len(value)),
         "x-amz-server-side-encryption": config.s3_sse,

@@ -62,7 +62,6 @@ class ServerClock(ManualClock):
 
 
 def flushed(*servers: RedisServer) -> ServerClock:
-    """The clock of ``servers``, which are empty now."""
     clients = [server.client() for server in servers]
     for client in clients:
         client.flushall()
@@ -116,7 +115,6 @@ def sentinel(tmp_path: Path) -> Iterator[ServerGroup]:
 
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """One radosgw with the bucket ``BUCKET``."""
     need(ceph_missing())
     with ceph_radosgw(tmp_path_factory.mktemp("ceph") / "data") as server:
         access = open_s3_access(s3_config(server))

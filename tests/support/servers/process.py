@@ -45,7 +45,6 @@ def has_ended(pid: int) -> bool:
 
 
 def _state(stat: Path) -> str:
-    """The state of a thread, as the kernel shows it; none if it has ended."""
     try:
         return stat.read_text().rpartition(")")[2].split()[0]
     except OSError:

@@ -31,8 +31,6 @@ _XML = '<?xml version="1.0" encoding="UTF-8"?>'
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Names of ``headers`` are in lower case."""
-
     method: str
     target: str
     headers: dict[str, str]

@@ -29,11 +29,7 @@ def s3_access(url: str, **settings: Any) -> S3Access:
 
 
 def store_of(
-    access: S3Access,
-    *,
-    bucket: str = BUCKET,
-    prefix: str = "p",
-    **settings: Any,
+    access: S3Access, *, bucket: str = BUCKET, prefix: str = "p", **settings: Any
 ) -> S3Store:
     limits = {name: settings.pop(name) for name in ("range_bytes",) if name in settings}
     limits["ranges_max"] = settings.pop("ranges_max", 0)
