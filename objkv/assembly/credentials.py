@@ -31,7 +31,9 @@ a provider that always blocks costs few threads."""
 class RenewedCredentials(CredentialProvider):
     """Calls ``factory``'s provider for logins, which share a call, on a thread. Thread-safe."""
 
-    def __init__(self, factory: Callable[[], Any], *, name: str) -> None:
+    def __init__(self, factory: Callable[[], Any], login_s: float, *, name: str) -> None:
+        """``login_s``: how long a connection may keep its login."""
+        self.login_s = login_s
         self._factory, self._name = factory, name
         self._lock = Lock()
         self._provider: Any = None
@@ -95,7 +97,7 @@ class RenewedCredentials(CredentialProvider):
 
 
 @lru_cache(maxsize=8)
-def load_credentials(name: str) -> RenewedCredentials:
+def load_credentials(name: str, login_s: float) -> RenewedCredentials:
     """Return the credentials of ``name``, ``module:factory``. All clients of a process share them,
     because a provider may cache its tokens. Calls nothing yet. Raises ``ConfigError``."""
     module, _, attribute = name.partition(":")
@@ -107,4 +109,4 @@ def load_credentials(name: str) -> RenewedCredentials:
         raise ConfigError(f"redis_credentials {name!r} cannot be imported: {reason}") from None
     if not callable(factory):
         raise ConfigError(f"redis_credentials {name!r} is not callable")
-    return RenewedCredentials(factory, name=name)
+    return RenewedCredentials(factory, login_s, name=name)

@@ -119,7 +119,8 @@ def _login(place: Url, config: Config) -> dict[str, Any]:
         }
     if place.user or place.password:
         raise ConfigError("redis_credentials is set: remove user and password from index_url")
-    return {"credential_provider": load_credentials(config.redis_credentials)}
+    provider = load_credentials(config.redis_credentials, config.redis_login_s)
+    return {"credential_provider": provider}
 
 
 def _tls_options(place: Url, config: Config) -> dict[str, Any]:

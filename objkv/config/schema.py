@@ -98,6 +98,9 @@ class Config(BaseModel):
     redis_credentials: str | None = Field(default=None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
     """``module:factory`` of credentials that expire, such as IAM tokens: the factory returns a
     redis-py ``CredentialProvider``. Replaces ``redis_username`` and ``redis_password``."""
+    redis_login_s: int = Field(default=600, ge=1)
+    """With ``redis_credentials``: how long a connection keeps its login before it logs in again. At
+    most the life of a token."""
     sentinel_username: str | None = Field(default=None, pattern=_ONE_LINE)
     """User name in the Sentinels, which have users of their own."""
     sentinel_password: str | None = Field(default=None, repr=False, pattern=_ONE_LINE)

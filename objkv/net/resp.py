@@ -26,9 +26,6 @@ Pool = Any
 """A connection pool of redis-py, whose types do not cover its use here."""
 KEEP_S = 10.0
 """How long a connection is lent before it returns to its pool, which may replace it."""
-LOGIN_S = 600.0
-"""How long a connection keeps a login with credentials that expire. Every known token lives longer:
-Amazon's for 15 minutes, others for an hour."""
 PRIVATE_NAMES: Final = {
     "connection": (
         "_sock",
@@ -328,10 +325,10 @@ class _Deadline:
         super().connect()  # type: ignore[misc]
 
     def should_reconnect(self) -> bool:
-        """Whether to connect again before the next command: for maintenance that the server
-        announced, or because the credentials may have expired."""
-        has_expiring = self.credential_provider is not None
-        is_old = has_expiring and time.monotonic() - self._login_at_s > LOGIN_S
+        """Whether to connect again before the next command: the server announced maintenance, or
+        the credentials of this login may have expired."""
+        login_s: float = getattr(self.credential_provider, "login_s", math.inf)
+        is_old = time.monotonic() - self._login_at_s > login_s
         return is_old or super().should_reconnect()  # type: ignore[misc]
 
     def connect_check_health(self, *args: Any, **options: Any) -> None:

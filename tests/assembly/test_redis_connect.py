@@ -111,7 +111,7 @@ def provider_that(act: Any) -> RenewedCredentials:
         def get_credentials(self) -> Any:
             return act()
 
-    return RenewedCredentials(Provider, name="m:f")
+    return RenewedCredentials(Provider, 9.0, name="m:f")
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_the_reason_of_a_failed_import_shows_no_secret(
     (tmp_path / "providers_of_mine.py").write_text("raise RuntimeError('hunter2-hunter2')")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match="RuntimeError") as caught:
-        load_credentials("providers_of_mine:f")
+        load_credentials("providers_of_mine:f", 9.0)
     assert "hunter2" not in str(caught.value)
 
 

@@ -15,7 +15,6 @@ from objkv.assembly.redis import ClearConnection, connect_redis
 from objkv.config import Config
 from objkv.errors import ConfigError, StoreError, StoreUnavailable
 from objkv.index.redis.index import RedisIndex
-from objkv.net import resp
 from objkv.redact import without_secrets
 from objkv.stores.redis import RedisStore
 from tests.support.servers.fixtures import PATIENT
@@ -79,11 +78,9 @@ def test_a_password_that_rotates_costs_no_call(valkey: RedisServer, tokens: Toke
     assert "token-" not in repr(store) + repr(config)
 
 
-def test_logins_are_renewed_while_connections_live(
-    valkey: RedisServer, tokens: Tokens, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(resp, "LOGIN_S", 1.0)
-    client = connect_redis(config_of(valkey))
+def test_logins_are_renewed_while_connections_live(valkey: RedisServer, tokens: Tokens) -> None:
+    config = config_of(valkey, redis_login_s=1)
+    client = connect_redis(config)
     index = RedisIndex(client)
     store = RedisStore(client, prefix="p:", ttl_s=60)
     store.put("k", b"abc")
@@ -106,7 +103,7 @@ def test_other_results_are_refused_without_being_shown(found: Any) -> None:
         def get_credentials(self) -> Any:
             return found
 
-    renewed = credentials.RenewedCredentials(Wrong, name="m:f")
+    renewed = credentials.RenewedCredentials(Wrong, 9.0, name="m:f")
     with pytest.raises(redis.ConnectionError, match=r"m:f must return") as caught:
         renewed.get_credentials()
     assert "password)" in str(caught.value)
