@@ -298,8 +298,8 @@ class LocalStore:
         """Yield the descriptor of the key's folder, and the name of a temporary file in it that
         holds ``value`` on disk."""
         check_key(key)
-        temporary = f"{_TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"
-        folder, fd = self._create(key.rpartition("/")[0], temporary)
+        temporary, place = f"{_TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}", _split(key)[0]
+        folder, fd = self._create(place, temporary)
         try:
             try:
                 with memoryview(value) as view:
@@ -307,11 +307,14 @@ class LocalStore:
                     while at < len(view):
                         at += os.write(fd, view[at:])
                 os.fsync(fd)
+            except OSError:  # such as a full disk: no folder is left that looks like a namespace
+                self._removed(place, temporary)
+                raise
             finally:
                 os.close(fd)
             yield folder, temporary
         finally:
-            with suppress(FileNotFoundError):  # renamed
+            with suppress(FileNotFoundError):  # renamed, or removed
                 os.unlink(temporary, dir_fd=folder)
             os.close(folder)
 

@@ -147,11 +147,13 @@ def test_what_the_system_says_is_translated(
 
     store.put("a/first", b"")
     monkeypatch.setattr(os, "write", fail)
-    with pytest.raises(kind, match=words) as caught:
-        store.put_if_absent("a/k", b"value")
-    assert caught.type is kind
+    for key in ("a/k", "b/c/k"):
+        with pytest.raises(kind, match=words) as caught:
+            store.put_if_absent(key, b"value")
+        assert caught.type is kind
     monkeypatch.undo()
     assert [entry.key for entry in store.scan("")] == ["a/first"]
+    assert store.folders("") == ["a"], "none that an audit would take for a namespace"
     assert list(store.unfinished()) == []
 
 
