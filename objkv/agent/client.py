@@ -456,7 +456,8 @@ class ArenaLeases:
     ) -> list[ArenaLease] | None:
         """Open payloads. None if the agent is replaced. Raises ``TransferError``."""
         opened = self.present.open(claims, deadline_s=deadline_s, urgency=urgency)
-        if opened[0].progress.reason == MissReason.CLOSED:
+        # An agent may also close after it has granted a lease: then the payload is a miss.
+        if not opened[0].number and opened[0].progress.reason == MissReason.CLOSED:
             self.is_moving = True
             return None
         self.leased += len(claims)

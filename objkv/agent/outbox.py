@@ -65,7 +65,8 @@ class ClientOutbox:
     """The agent's end of an outbox."""
 
     def __init__(self, fd: int) -> None:
-        """Takes over ``fd``. Raises ``TransferError`` unless it is a memfd: others may block."""
+        """Takes over ``fd``. Raises ``TransferError`` unless it is a memfd of a fixed size:
+        others may block, or shrink under a reader."""
         self._fd = fd
         try:
             self.nbytes = check_size(fd, "outbox", writable=True)

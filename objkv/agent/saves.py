@@ -319,7 +319,8 @@ class _Save:
 
 
 class NodeSaves:
-    """Thread-safe. ``commit`` copies and verifies in the calling thread."""
+    """Thread-safe. ``commit`` copies and verifies in the calling thread, and never waits for a
+    store."""
 
     def __init__(
         self,

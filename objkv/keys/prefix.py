@@ -11,7 +11,7 @@ two distinct inputs encode alike. The hash depends on no block size, vLLM versio
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from sys import byteorder
 from typing import Literal, TypeGuard
@@ -19,6 +19,8 @@ from typing import Literal, TypeGuard
 PREFIX_HASH_BYTES = 20
 _SCHEME = b"objkv-prefix-1"
 _TOKEN_BYTES = 4
+_PARENT_LENGTH = PREFIX_HASH_BYTES.to_bytes(8, "little")
+_NO_EXTRAS = bytes(8)
 _PIECE_CHUNKS = 16
 """Chunks encoded at once. Converting each chunk separately costs a quarter more; converting a long
 prompt at once would block other threads until it ends."""
@@ -99,14 +101,19 @@ def root_hash(namespace: str) -> bytes:
     return field_digest(_SCHEME, namespace.encode("ascii"))
 
 
-def next_hash(parent: bytes, tokens: bytes, extras: Iterable[Extra] = ()) -> bytes:
+def next_hash(parent: bytes, tokens: bytes, extras: Collection[Extra] = ()) -> bytes:
     """Return the hash of the chunk whose encoded tokens are ``tokens``, 20 bytes."""
     assert len(parent) == PREFIX_HASH_BYTES
-    return field_digest(parent, tokens, encode_extras(extras))
+    # As ``field_digest`` of the three, in half the time for short chunks.
+    length = len(tokens).to_bytes(8, "little")
+    encoded = _field(encode_extras(extras)) if extras else _NO_EXTRAS  # most chunks have none
+    fields = (_PARENT_LENGTH, parent, length, tokens, encoded)
+    return hashlib.sha256(b"".join(fields)).digest()[:PREFIX_HASH_BYTES]
 
 
 def encode_tokens(tokens: Sequence[int]) -> bytes:
-    """Return token ids as 4 bytes each, little-endian. Raises OverflowError from 2**32 on."""
+    """Return token ids as 4 bytes each, little-endian. Raises OverflowError for others than
+    ``is_token``."""
     encoded = array("I", tokens)
     assert encoded.itemsize == _TOKEN_BYTES
     if byteorder == "big":

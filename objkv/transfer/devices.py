@@ -31,6 +31,7 @@ from objkv.transfer.lanes import (
 
 logger = logging.getLogger(__name__)
 _URGENT, _LEISURELY = -1, 0
+"""Priorities of streams. A step may wait for a load, but nothing waits for a save."""
 _STAGING_BYTES_MAX = 32 << 20
 """Device memory of a lane for pages that a kernel distributes. vLLM has not counted this."""
 _BATCH_BYTES_MIN = 28 << 10

@@ -233,7 +233,8 @@ class ArenaRegistration:
 
         Returns:
             which payloads, the memory, where their spans start in it, ``[payloads, spans]`` or
-            fewer, and the slab that has it, if any, which the caller returns.
+            fewer, and the slab that has it, if any, which the caller returns when the device
+            has read it.
         """
         windows, arena = self.windows, self._arena
         assert windows is not None

@@ -42,7 +42,8 @@ class Slab:
         """Where it starts in the pool's memory."""
 
     def release(self, after: Mark | None = None) -> None:
-        """Return the slab to its pool, at once or when ``after`` is done. Does not wait."""
+        """Return the slab to its pool, without waiting. ``after``: what may still read or write it;
+        None if nothing does."""
         assert not self._released
         self._released = True
         self._pool.take_back(self.tensor, after)

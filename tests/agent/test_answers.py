@@ -307,3 +307,19 @@ def test_an_index_that_hangs_holds_a_bounded_number_of_lookups(
         go_on.set()
         assert [one.result(PATIENCE_S) for one in waiting] == [[None], [None]]
         assert world.find([3]) == [None]
+
+
+def test_a_chunk_of_two_answers_is_not_absent_while_the_earlier_one_is_replaced() -> None:
+    """``discard`` looks for it without the lock, and would leave a stale answer valid."""
+
+    class Watched(dict[bytes, Any]):
+        def pop(self, *key: Any) -> Any:
+            raise AssertionError("absent")
+
+    with closing(AnswerBoard.create()) as board:
+        key, chunk = bytes(16), hashed(1)
+        board.write(board.begin(key, [chunk]), b"old", (0, 2e9))
+        later = board.begin(key, [chunk])
+        board._by_chunk = Watched(board._by_chunk)
+        board.write(later, b"new", (0, 2e9))
+    assert chunk in board._by_chunk

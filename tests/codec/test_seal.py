@@ -49,6 +49,9 @@ def test_a_payload_that_is_sealed_later_has_the_header_that_is_read(kind: str, c
     assert check_frames(header, payload) == len(LAYERS)
     assert header.codec == codec + "+aes256gcm" * bool(SEALS[kind].encrypter)
     assert payload.nbytes <= payload_bytes_max(LAYERS)
+    other = replace(CLAIM, token_end=CLAIM.token_end + 1)
+    with pytest.raises(PayloadError):  # rightly sealed, but of another chunk
+        open_payload(payload, other, LAYERS, seal=SEALS[kind])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,9 +11,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from objkv.errors import ConfigError
-from objkv.transfer.devices import _whole_blocks, open_lane
+from objkv.transfer.devices import DeviceLane, _whole_blocks, open_lane
 from objkv.transfer.lanes import Lane, PagedLayers, Recast, as_words
 from tests.support.device import ON_HOST, host_bytes
+
+
+def test_a_device_lane_inherits_nothing_of_the_host_s() -> None:
+    """Whose marks are always done, and which waits for none."""
+    assert {name for name in vars(Lane) if name[0] != "_"} <= vars(DeviceLane).keys()
 
 
 def test_a_device_that_nothing_is_known_of_is_refused() -> None:

@@ -179,11 +179,14 @@ class AnswerBoard:
             os.close(fd)
 
     def _unlink(self, pending: PendingAnswer) -> None:
-        """Forget a pending answer's chunks. The lock must be held."""
+        """Forget a pending answer's chunks. The lock must be held. A chunk of other answers is not
+        absent for a moment: ``discard`` looks for it without the lock."""
         for one in pending.hashes:
-            others = self._by_chunk.pop(one, ())
+            others = self._by_chunk.get(one, ())
             if left := tuple(other for other in others if other is not pending):
                 self._by_chunk[one] = left
+            else:
+                self._by_chunk.pop(one, None)
 
 
 def _slot_start(key: bytes) -> int:

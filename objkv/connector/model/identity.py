@@ -219,7 +219,8 @@ def safe_load_mode(vllm_config: "VllmConfig", geometry: Geometry, config: Config
 
 def names_media(vllm_config: "VllmConfig") -> bool:
     """Whether the name of an image, sound or video identifies its encoder output. With both of its
-    caches off, vLLM numbers media. Source: vLLM 0.32, ``_process_mm_uuids`` in
+    caches off, vLLM numbers media in order of arrival, so the same name means another image in
+    another process. Source: vLLM 0.32, ``_process_mm_uuids`` in
     ``renderers/base.py``."""
     multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
     if has_fp8_encoder(multimodal):

@@ -188,8 +188,9 @@ _Versions = list[tuple[str, int, int, int, int, int]]
 
 
 class Adapters:
-    """Content digests of LoRA adapters, computed once per adapter on a background thread. The
-    scheduler's thread calls all methods, and never touches the files itself.
+    """Content digests of LoRA adapters, computed once per adapter on a background thread: replicas
+    that mount an adapter in different places share its KV, and new weights under an old name do
+    not. The scheduler's thread calls all methods, and never touches the files itself.
 
     vLLM reads an adapter's files when it loads the adapter, and again after it evicted it to make
     room (``max_cpu_loras``), without informing connectors. If the files change under the same name,

@@ -106,7 +106,8 @@ class Job:
 
 
 class TierJobs:
-    """The jobs of one direction. For the scheduler's thread, but for ``settle``."""
+    """The jobs of one direction. The scheduler's thread calls all methods but ``settle``; threads
+    that copy also use ``copying``, ``rows`` and ``recorder``."""
 
     def __init__(
         self,

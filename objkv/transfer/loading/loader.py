@@ -154,7 +154,8 @@ class LoadJob:
 
     def end_write(self, moves: Sequence[int], layers: range, mark: Mark | None) -> None:
         """End the writes that ``begin_write`` allowed: ``layers`` of these moves, of one group,
-        were verified and submitted to the lane before ``mark``. None: not all of them were."""
+        were verified and submitted to the lane before ``mark``. Without a mark no layer is recorded
+        as written."""
         with self._changed:
             self._writing -= 1
             if mark is not None:
