@@ -207,7 +207,8 @@ def is_listed(index: object) -> bool:
 
 
 class ListedIndex(GuardedIndex):
-    """A guarded index that lists ``bulk`` once the server has refused a scan.
+    """A guarded index that lists ``bulk`` once the server has refused a scan. Does not close
+    ``bulk``.
 
     Only the role sweeper may scan a Redis, because that shows the keys of other tenants. Every role
     may list its own prefix of the bulk store and look chunks up, so commands that read work with a

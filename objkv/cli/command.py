@@ -121,7 +121,7 @@ class Session:
 
     def has_bulk(self) -> bool:
         """Return False while the default folder does not exist. Raises ``ConfigError`` if another
-        folder is configured and missing: only replicas and ``doctor`` create it."""
+        folder is configured and missing: only agents and ``doctor`` create it."""
         from objkv.config import local_path
 
         url = self.config.bulk_url

@@ -16,7 +16,7 @@ from objkv.ops.formats import age, size
 from objkv.ops.inventory.file import Inventory
 from objkv.ops.inventory.tree import Branch, PrefixSummary, branches, make_tree
 from objkv.ops.inventory.tree import prefixes as list_prefixes
-from objkv.ops.inventory.walk import ReadView, Walk, WalkScope, find_scope
+from objkv.ops.inventory.walk import ReadView, Walk, WalkScope, find_scope, is_fan
 from objkv.ops.listing import (
     NamespaceSummary,
     TenantTotals,
@@ -83,12 +83,17 @@ def ls(
 
 
 def _note_unrecorded(session: Session, backends: "Backends", found: Sequence[object]) -> None:
-    """Print a note if the index has nothing and the bulk store has: "nothing is stored" alone would
-    hide a lost index or a wrong URL. Raises ``StoreError`` if the bulk store cannot be listed."""
-    if not found and (names := stored_namespaces(backends.bulk)):
+    """Print a note if the index has nothing and the bulk store has payloads: "nothing is stored"
+    alone would hide a lost index or a wrong URL. Raises ``StoreError`` if the bulk store cannot be
+    listed."""
+    if found or session.config.index_url.startswith("bulk:"):
+        return
+    bulk = backends.bulk
+    names = [one for one in stored_namespaces(bulk) if any(map(is_fan, bulk.folders(one)))]
+    if names:
         session.out.note(
-            f"the index has no records, but the bulk store has {counted(len(names), 'namespace')}: "
-            "objkv audit compares them"
+            f"the index has no records, but the bulk store has payloads of "
+            f"{counted(len(names), 'namespace')}: objkv audit compares them"
         )
 
 

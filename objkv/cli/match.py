@@ -143,7 +143,7 @@ def _chunks_text(report: MatchReport) -> str:
         return f"a chunk is {report.chunk_tokens:,} tokens"
     verb = "has" if len(report.chunks) == 1 else "have"
     parts = sum(bool(chunk.payloads and chunk.groups_missing) for chunk in report.chunks)
-    only = f", {parts:,} of them only of a part" if parts else ""
+    only = f", {parts:,} of them incomplete" if parts else ""
     return (
         f"{report.stored_chunks:,} of {counted(len(report.chunks), 'chunk')} of "
         f"{report.chunk_tokens:,} tokens {verb} a record{only}"

@@ -127,7 +127,7 @@ def _print(out: Printer, report: PrefetchReport) -> None:
         out.line("no chunk of this prompt is stored" if report.chunks else short)
         return
     out.line(
-        f"{report.stored:,} of {counted(report.chunks, 'chunk')} have a record: "
+        f"{report.stored:,} of {counted(report.chunks, 'chunk has', 'chunks have')} a record: "
         f"{counted(report.started, 'payload')} to fetch, {size(report.started_bytes)}; "
         f"{report.resident:,} in memory before, {size(report.resident_bytes)}"
     )

@@ -97,8 +97,8 @@ def _show(run: Upkeep, found: Mapping[str, StoredNamespace], *, apply: bool) -> 
     for one in found.values():
         if not one.is_known:
             out.line(
-                f"{one.name} was left out: {one.problem}; a replica of its model writes it at its "
-                "next start, if none is there",
+                f"{one.name} was left out: {one.problem}; a replica of that model writes it "
+                "when it starts (delete a damaged one first)",
                 "yellow",
             )
     for finding in counters.findings:

@@ -64,7 +64,10 @@ def verify(
     ] = False,
     force: Annotated[
         bool,
-        typer.Option("--force", help="Quarantine even if at least 20, and most, are bad."),
+        typer.Option(
+            "--force",
+            help="Quarantine even if most payloads are bad (20 or more) or sealed with other keys.",
+        ),
     ] = False,
 ) -> int:
     """Verify stored payloads and their index records."""
@@ -136,7 +139,7 @@ class _Shown:
 
 
 def _count_unrecorded(run: Upkeep, inventory: Inventory) -> None:
-    for kind in _UNRECORDED:
+    for kind in () if run.view.is_own_index else _UNRECORDED:
         # The records of newer ones may have been published after the records were read.
         old = f"kind = '{kind}' AND recorded IS NULL AND modified_s <= {inventory.begun_s}"
         run.counters.counts[kind] = inventory.count(old)
@@ -186,10 +189,7 @@ def _show(run: Upkeep, shown: _Shown, *, every: bool) -> None:
             checked=checked,
             checked_bytes=nbytes,
             missing_seen=not is_listed(without_retries(run.view.index)),
-            **{
-                kind: counts[kind]
-                for kind in ("ok", *_WRONG, "orphan", "expired", "changed", *_DONE)
-            },
+            **{kind: counts[kind] for kind in ("ok", *_WRONG, *_UNRECORDED, "changed", *_DONE)},
         )
         out.document(document)
         return
@@ -201,7 +201,7 @@ def _show(run: Upkeep, shown: _Shown, *, every: bool) -> None:
         number = f"{number} of part {shown.part}"
     out.line(f"checked {number}, {size(nbytes)}: {wrong:,} bad")
     if chosen_of is not None and chosen_of > checked:
-        out.line("--all checks all payloads")
+        out.line("--all checks all payloads that have a record")
     if unrecorded := sum(counts[kind] for kind in _UNRECORDED):
         out.line(f"{unrecorded:,} more have no record: objkv audit lists them")
     if _is_index_lost(counters):

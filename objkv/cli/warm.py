@@ -132,6 +132,8 @@ def warm(
         raise ConfigError("no prompts: name JSON Lines files, or - for standard input")
     if engine_arg and model is None:
         raise ConfigError("--engine-arg needs --model")
+    if model is None:  # whose replica creates it
+        session.has_bulk()
     with ending_in_order(), session.out.steps("warming") as step:
         report = run_warm(
             session.resolved,

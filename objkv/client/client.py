@@ -226,8 +226,8 @@ class Client:
             leaf: instead of a prompt, the prefix hash of the last chunk to pin.
             for_s: seconds until the pin ends.
 
-        Raises ``NotStored`` if no chunk of the prompt, or not every chunk up to ``leaf``, is
-        stored.
+        Raises ``NotStored`` if no chunk of the prompt would be served, or not every chunk up to
+        ``leaf`` is stored.
         """
         if (prompt is None) == (leaf is None):
             raise ConfigError("give either a prompt or a leaf")

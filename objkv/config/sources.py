@@ -1,5 +1,5 @@
 """Sources of settings: defaults, TOML file, environment, extra config. Later sources win. Only the
-AWS client reads the environment, too."""
+AWS client reads the environment, too, for settings that are unset here."""
 
 import difflib
 import os

@@ -69,7 +69,7 @@ def cache_folder() -> Path:
 
 def make_private(folder: Path) -> None:
     """Create ``folder`` and its missing parents with mode 0700, which ``Path.mkdir(parents=True)``
-    gives to the last folder only. Raises ``OSError``."""
+    gives to the last folder only; those that exist keep theirs. Raises ``OSError``."""
     if not folder.is_dir():
         make_private(folder.parent)
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -220,7 +220,7 @@ def _refuse_login(setting: str, login: str | None, tail: str) -> None:
         instead = ", or set redis_username and redis_password" if setting == "index_url" else ""
         raise ValueError(
             "user and password must be percent-encoded (% as %25, / as %2F, ? as %3F, # as %23, "
-            f"@ as %40, [ as %5B){instead}"
+            f"@ as %40, [ as %5B, ] as %5D){instead}"
         )
 
 

@@ -158,6 +158,7 @@ class Breaker:
         self._again_s = self.clock() + longest_s * (1 + self.draw()) / 2
 
     def _report(self, error: StoreError | None) -> None:
+        """Under the lock: it only counts and logs."""
         self._recorder.level(f"breaker_open_{self._name}", float(self.is_open))
         if not self._logs:
             return

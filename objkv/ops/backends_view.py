@@ -371,10 +371,10 @@ def parse_identity(document: bytes, namespace: str) -> Identity:
         digest = identity.namespace()
     # The document is untrusted, so a failed check of its values means that it is invalid.
     except (AssertionError, AttributeError, KeyError, RecursionError, TypeError, ValueError) as exc:
-        raise PayloadError(
-            f"{identity_path(namespace)}: not an identity document; delete "
-            "it, and the next replica of its model that starts writes it again"
-        ) from exc
+        fix = "delete it, and a replica of that model writes it again when it starts"
+        if sha256(document).hexdigest()[:NAMESPACE_HEX] == namespace:  # as it was written
+            fix = "it may be of a later version of objkv: update objkv here"
+        raise PayloadError(f"{identity_path(namespace)}: not an identity document; {fix}") from exc
     if digest != namespace:
         raise PayloadError(f"{identity_path(namespace)}: belongs to another namespace, {digest}")
     return identity

@@ -109,7 +109,7 @@ class Rebuild:
         return "restored" if stored.shard is None else "corrected", ""
 
     def _publish(self, stored: StoredPayload, header: Header, seal: Seal | None) -> bool:
-        """Publish the record; False if another process writes or has changed either."""
+        """Publish the record; False if another process writes or has changed payload or record."""
         view, key = self._view, stored.key
         if not view.index.lease(key.path(), view.owner, ttl_ms=view.lease_ms):
             return False  # the writer that has the lease publishes the record

@@ -270,7 +270,8 @@ class Verify:
                 counters.count(done, finding.nbytes)
 
     def other_keys(self, found: Counters) -> str | None:
-        """Return why nothing may be quarantined if most of a namespace are sealed otherwise."""
+        """Return why nothing may be quarantined if most payloads of a namespace are
+        sealed with other keys."""
         for name in self._namespaces:
             seen, other = found.counts[f"seen {name}"], found.counts[f"other keys {name}"]
             if 2 * other > seen:

@@ -270,12 +270,15 @@ class LocalStore:
                 os.unlink(name, dir_fd=fd)
         except (FileNotFoundError, NotADirectoryError):
             return False
+        self._remove_empty(folder)
+        return True
+
+    def _remove_empty(self, folder: str) -> None:
         with suppress(OSError):  # not empty, or removed by another process
             while folder:
                 folder, name = _split(folder)
                 with self._beneath.at(folder, PLACE) as fd:
                     os.rmdir(name, dir_fd=fd)
-        return True
 
     @contextmanager
     def _opened(self, key: str, flags: int = VALUE) -> Iterator[tuple[int, os.stat_result] | None]:
@@ -331,6 +334,9 @@ class LocalStore:
                     raise
             except FileNotFoundError:  # also when a delete just removed the empty folder
                 self._beneath.make_folders(folder)
+            except OSError:
+                self._remove_empty(folder)
+                raise
         raise StoreUnavailable(f"put: other processes keep removing folder {folder}; retry")
 
 

@@ -66,8 +66,8 @@ JSON_KEYS = {
     "unpin": ["namespace leaf tokens chunks until_s nbytes missing by created_s"],
     "verify": [
         f"{RUN} every quarantine applied refusal chosen_of part checked checked_bytes"
-        " missing_seen ok missing corrupt mismatch hot orphan expired changed quarantined"
-        " forgotten mended"
+        " missing_seen ok missing corrupt mismatch hot orphan expired unidentified changed"
+        " quarantined forgotten mended"
     ],
     "warm": [
         "command complete mode namespace model ending prompts stored_before short warmed failed"

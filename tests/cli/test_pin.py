@@ -84,7 +84,7 @@ def test_of_a_prompt_only_what_replicas_would_load_is_pinned(run: Run, machine: 
     save(machine.bulk, machine.index, shards=(LEFT,))
     tokens = json.dumps(TOKENS)
     assert (
-        "3 of 3 chunks of 16 tokens have a record, 2 of them only of a part"
+        "3 of 3 chunks of 16 tokens have a record, 2 of them incomplete"
         in run("match", stdin=tokens).out
     )
     assert run("pin", stdin=tokens).out.startswith("pinned 16 tokens, 1 chunk,")

@@ -152,6 +152,7 @@ def test_a_verification_counts_recorded_payloads_of_lost_documents_once(
     ran = run("verify", "--all")
     assert "checked 4 payloads" in ran.out
     assert "no record" not in ran.out
+    assert "no record" not in run("verify", "--all", "--index-url", "bulk:").out
 
 
 def test_what_is_young_is_left_alone(run: Run, ends: Backends) -> None:

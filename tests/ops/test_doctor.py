@@ -1,8 +1,10 @@
 """The doctor's report: settings with sources, checks, one verdict; and its checks of a node agent
 and, by it, of its stores."""
 
+import atexit
 import logging
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -25,10 +27,14 @@ from tests.contracts.memory_store import MemoryStore
 from tests.support.agents import agent_folder
 from tests.support.samples import CHUNK, save, save_identity, save_in_format
 
+_PRIVATE = TemporaryDirectory(prefix="objkv-doctor-", ignore_cleanup_errors=True)
+atexit.register(_PRIVATE.cleanup)
+FOLDER = f"file://{_PRIVATE.name}"
+"""A folder that no other user can read."""
 RESOLVED = resolve_config(
     {
         "redis_password": "hunter2",
-        "bulk_url": "file:///root",
+        "bulk_url": FOLDER,
         "index_url": "sqlite:///dev/null/i",
         "agent": "private",
     },
@@ -77,7 +83,7 @@ def test_the_report_explains_every_setting_and_masks_secrets(ward: Ward) -> None
     report = ward.examine()
     settings = {setting.name: (setting.value, setting.source) for setting in report.settings}
     assert set(settings) == set(type(RESOLVED.config).model_fields)
-    assert settings["bulk_url"] == ("file:///root", "option")
+    assert settings["bulk_url"] == (FOLDER, "option")
     assert settings["codec"] == ("auto", "default")
     assert settings["redis_password"] == ("***", "option")
     assert "hunter2" not in repr(report)
@@ -134,7 +140,7 @@ def test_a_folder_that_is_set_and_does_not_exist_is_a_warning(ward: Ward, tmp_pa
 def test_what_an_agent_does_not_say_is_read_or_named(ward: Ward, own: bool) -> None:
     save_in_format(ward.bulk, 1)
     ward.facts = ServerFacts("valkey", "9.0.1", "standalone", 0, "noeviction", 1, None, ("TIME",))
-    urls = {"bulk_url": "file:///root"} if own else {}
+    urls = {"bulk_url": FOLDER} if own else {}
     with agent_folder() as folder:
         found = ward.examine(resolve_config(urls | {"agent": f"unix://{folder}/s"}, environ={}))
         ward.errors["bulk"] = StoreUnavailable("not from here")
@@ -158,9 +164,9 @@ def test_what_an_agent_does_not_say_is_read_or_named(ward: Ward, own: bool) -> N
         ({"index_url": "rediss+sentinel://a,b/0?service=c"}, ["bulk"]),
         ({"bulk_url": "s3://bucket", "index_url": "rediss://u:p@it"}, []),
         # Somebody may mean it: a network file system, a bucket for one machine.
-        ({"bulk_url": "file:///root", "index_url": "rediss://u:p@it"}, []),
+        ({"bulk_url": FOLDER, "index_url": "rediss://u:p@it"}, []),
         ({"bulk_url": "s3://bucket", "index_url": "sqlite:///it"}, []),
-        ({"bulk_url": "file:///root"}, []),
+        ({"bulk_url": FOLDER}, []),
     ],
 )
 def test_a_fleet_with_one_end_forgotten_is_a_warning(
@@ -169,7 +175,7 @@ def test_a_fleet_with_one_end_forgotten_is_a_warning(
     report = ward.examine(resolve_config(urls | {"agent": "private"}, environ={}))
     assert [check.area for check in report.checks if check.name == "reach"] == forgotten
     assert report.verdict == ("warnings" if forgotten else "ok")
-    if urls == {"bulk_url": "file:///root"}:  # which is its own index, and has no records
+    if urls == {"bulk_url": FOLDER}:  # which is its own index, and has no records
         assert [check.name for check in report.checks if check.area == "index"] == ["check"]
 
 
@@ -226,7 +232,7 @@ def test_what_crosses_a_network_in_clear_and_who_lets_everybody_in_are_warnings(
     for name in [name for name in settings if name.startswith("AWS")]:
         monkeypatch.setenv(name, settings[name])
     own = {name: value for name, value in settings.items() if not name.startswith("AWS")}
-    usual = {"bulk_url": "file:///root", "index_url": "sqlite:///dev/null/i"}
+    usual = {"bulk_url": FOLDER, "index_url": "sqlite:///dev/null/i"}
     config = Config(**usual | own, allow_plaintext="bulk,index")
     checks = [*check_transport(config), *check_login(config)]
     assert {f"{check.area} {check.name}": check.status for check in checks} == found
@@ -267,7 +273,7 @@ def test_folders_that_other_users_reach_are_warnings(
 
 
 def config(path: Path, **changes: Any) -> Config:
-    urls = {"bulk_url": "file:///root", "index_url": "sqlite:///dev/null/i"}
+    urls = {"bulk_url": FOLDER, "index_url": "sqlite:///dev/null/i"}
     return Config(**urls | {"agent": f"unix://{path}"} | changes)
 
 

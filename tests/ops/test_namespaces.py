@@ -128,6 +128,11 @@ def test_without_a_name_only_namespaces_with_kv_are_a_choice() -> None:
     save_in_format(store, 1)
     store.put(f"{GONE}/{'0' * 40}", b"without its identity document")
     assert find_namespace(store, MemoryIndex(), None) == NAMESPACE
+    lost = MemoryStore()
+    for name in (GONE, "1" * 32):
+        lost.put(f"{name}/{'0' * 40}", b"without its identity document")
+    with pytest.raises(UnclearName, match="2 namespaces; choose one"):
+        find_namespace(lost, MemoryIndex(), None)
 
 
 def test_of_namespaces_with_one_name_those_of_an_earlier_format_are_no_choice() -> None:

@@ -292,8 +292,9 @@ def test_a_sweep_of_one_namespace_leaves_the_leftovers_of_others_alone() -> None
     }  # fmt: skip
     assert [entry.key for entry in bulk.scan("quarantine/")] == [quarantined[other]]
     assert [one.key for one in left] == [f"{other}/00"]
+    left.append(Unfinished(f"{other}/01", f"~{other}", 1, time.time()))
     pool.run(Sweep(view, walked(view), replace(limits, grace_s=60)).leftovers())
-    assert pool.counters.counts["young"] == 1, "quarantined just now"
+    assert pool.counters.counts["young"] == 2, "written and quarantined just now"
 
 
 LEASE_S = 10

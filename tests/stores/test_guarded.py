@@ -102,8 +102,11 @@ class Scene:
 
     @property
     def news(self) -> list[bool]:
-        """Whether each line of the log says that reads are stopped."""
-        return [line != "bulk reads work again" for line in self._log.messages]
+        """Whether each line of the log says that reads are stopped, and not that they work."""
+        stopped = ("bulk reads keep failing, serving without them", "bulk reads are refused, ")
+        lines = self._log.messages
+        assert all(one.startswith((*stopped, "bulk reads work again")) for one in lines)
+        return [one.startswith(stopped) for one in lines]
 
     def fail(self, times: int, error: StoreError = DOWN) -> None:
         self.inner.fail_next(error, times)

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -151,6 +152,15 @@ def test_what_the_system_says_is_translated(
         with pytest.raises(kind, match=words) as caught:
             store.put_if_absent(key, b"value")
         assert caught.type is kind
+    monkeypatch.undo()
+
+    def creates_none(path: Any, flags: int, *args: Any, **more: Any) -> int:
+        return fail() if flags & os.O_CREAT else real(path, flags, *args, **more)
+
+    real = os.open
+    monkeypatch.setattr(os, "open", creates_none)
+    with pytest.raises(kind, match=words):
+        store.put_if_absent("b/c/k", b"value")
     monkeypatch.undo()
     assert [entry.key for entry in store.scan("")] == ["a/first"]
     assert store.folders("") == ["a"], "none that an audit would take for a namespace"

@@ -452,7 +452,7 @@ class SqliteIndex:
     def find(
         self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
     ) -> list[ShardRecords | None]:
-        """Takes a third of the time of a ``lookup``, because it reads only these fields."""
+        """Faster than ``lookup``: it reads only these fields."""
         wanted = list(dict.fromkeys(fields))
         found: dict[bytes, dict[str, ShardRecord]] = {}
         with self._file.read() as connection:

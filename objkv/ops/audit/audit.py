@@ -168,10 +168,10 @@ def _of_namespaces(report: AuditReport, scope: WalkScope) -> Iterator[str]:
         )
     for tenant in report.tenants:
         if tenant.quota_bytes is not None and tenant.nbytes > tenant.quota_bytes:
-            yield (
-                f"tenant {tenant.tenant} exceeds its quota, so nothing new is saved: "
-                "objkv sweep --apply evicts what is not pinned"
-            )
+            fix = "objkv sweep --apply evicts the least used prefixes that are not pinned"
+            if report.index_url.startswith("bulk:"):
+                fix = "delete old files, or set an index_url, with which a sweep evicts"
+            yield f"tenant {tenant.tenant} exceeds its quota: {fix}"
 
 
 def _lifecycle(read: ReadRules, ttl_s: int, pins: PinList) -> LifecycleAudit | None:

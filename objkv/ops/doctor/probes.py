@@ -204,7 +204,7 @@ def failure(area: Area, name: str, error: ObjkvError) -> Check:
         return Check(area, name, "full", str(error))
     if isinstance(error, StoreUnavailable):
         fix = f"check that {url} is correct and that this machine can reach it"
-        fix *= "disk is full" not in str(error)  # of an SQLite file
+        fix *= "disk is full" not in str(error)  # which the message tells how to mend
         return Check(area, name, "unreachable", str(error), fix)
     if isinstance(error, StoreDenied | ConfigError):
         return Check(area, name, "denied", str(error))

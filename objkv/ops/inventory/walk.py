@@ -33,7 +33,8 @@ from objkv.ops.inventory.file import Inventory
 from objkv.ops.runs import Check, Counters, Unit
 from objkv.stores.base import Entry, ReadStore, Unfinished
 
-_FAN = re.compile(r"[0-9a-f]{2}")
+is_fan = re.compile(r"[0-9a-f]{2}").fullmatch
+"""Whether a folder of a namespace has payloads: it has the first two digits of their hashes."""
 LOOKED_TWICE_MAX = 2_000
 """Findings to look at again per kind and namespace, the newest. Among more, a few do not matter."""
 _DOUBTFUL = (
@@ -155,7 +156,7 @@ class Walk:
         """Yield units that list the payloads of the bulk store. ``headers``: of a store that is its
         own index, they describe the chunks."""
         for name in self.scope.namespaces:
-            fans = [fan for fan in self.view.bulk.folders(name) if _FAN.fullmatch(fan)]
+            fans = [fan for fan in self.view.bulk.folders(name) if is_fan(fan)]
             for fan in fans:
                 items = self.scope.totals.get(name, 0) / len(fans)
                 yield Unit(partial(self._fan, name, fan, headers), items=items)
