@@ -21,9 +21,10 @@ from objkv.errors import ConfigError
 logger = logging.getLogger(__name__)
 IDLE_EXIT_S: Final = 600
 """An agent that a replica started ends after this time without clients."""
-_KEEP = 'for pause in 1 2 4 8 16 32 60 60 60 60 60 60; do "$@" && break; sleep $pause; done'
-"""Starts agents until one ends in order, with a pause after each that cannot start or is killed.
-Then a replica has to ask for another one. They are children of this shell, because process 1 of a
+_PAUSES_S = "1 2 4 8 16 32 60 60 60 60 60 60"
+"""After each agent that cannot start, or is killed. Then a replica has to ask for another one."""
+_KEEP = 'for pause in %s; do "$@" && break; sleep $pause; done'
+"""Starts agents until one ends in order. They are children of this shell, because process 1 of a
 container often reaps no others."""
 _LEAVE_NOTHING = '; rm -f "$0".*'
 """The end of the agent of one replica: no other replica uses the name."""
@@ -205,7 +206,7 @@ def start_agent(path: Path, environ: Mapping[str, str], idle_s: int) -> None:
     if is_listening(path):
         return
     command = ["agent", "--socket", str(path), "--idle-exit", f"{idle_s}s"]
-    script = f"({_KEEP}{_LEAVE_NOTHING if is_private(path) else ''}) &"
+    script = f"({_KEEP % _PAUSES_S}{_LEAVE_NOTHING if is_private(path) else ''}) &"
     try:
         with open_private(path.parent) as folder, ExitStack() as opened, _all_cores():
 
