@@ -47,7 +47,7 @@ def test_an_index_without_records_is_noted_if_payloads_are_stored(
     machine.fill()
     for words in ("ls", "ls --tree", "ls --prefixes --json"):
         ran = run(*words.split(), "--index-url", f"sqlite://{home}/typo.sqlite")
-        assert "no records, but the bulk store has payloads of 1 namespace: objkv audit compares" in ran.err
+        assert "no records, but the bulk store has payloads of 1 namespace: objkv audit" in ran.err
 
 
 def test_rows_over_the_limit_are_counted(run: Run, machine: Machine) -> None:
