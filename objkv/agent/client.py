@@ -211,7 +211,8 @@ class AgentConnection:
         deadline_ms = int(min(max(1.0, 1000 * deadline_s), DEADLINE_MS_MAX))
         answer = self._call(pack_open_request(OpenRequest(urgency, deadline_ms, wanted)))
         opened = self._read(unpack_opened, answer, len(wanted))
-        return [lease_of(one, self.arena.board) for one in opened]
+        board = self.arena.board
+        return [lease_of(one, board) for one in opened]
 
     def release(self, leases: Sequence[int]) -> None:
         """End leases, at most ``RELEASE_MAX``. The memory may change from now on."""

@@ -332,9 +332,9 @@ def unpack_opened(message: bytes, count: int) -> list[OpenAnswer]:
     if len(message) != 1 + count * _OPENED.size:
         raise ProtocolError(f"{len(message)} bytes for {count} payloads")
     answers = [OpenAnswer(*one) for one in _OPENED.iter_unpack(message[1:])]
-    if not _ANSWERS.issuperset(one[:2] for one in answers):
+    if not _ANSWERS.issuperset([one[:2] for one in answers]):
         raise ProtocolError("an answer in an unknown state")
-    if max(one.cell for one in answers) >= CELLS:
+    if max([one.cell for one in answers]) >= CELLS:
         raise ProtocolError("a cell that is not on the board")
     return answers
 

@@ -228,7 +228,7 @@ def check_reach(
 
 def address_of(memory: memoryview) -> int:
     """Return where ``memory`` starts."""
-    return np.frombuffer(memory, np.uint8).ctypes.data
+    return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
 
 
 def offsets_of(nbytes: Ints) -> Ints:
@@ -367,7 +367,8 @@ def _span_of(cells: Pages) -> range:
     """Return the addresses from the array's first byte in memory to its last."""
     ends = [(n - 1) * stride for n, stride in zip(cells.shape, cells.strides, strict=True)]
     first, last = (sum(edge(end, 0) for end in ends) for edge in (min, max))
-    return range(cells.ctypes.data + first, cells.ctypes.data + last + cells.itemsize)
+    at = cells.__array_interface__["data"][0]
+    return range(at + first, at + last + cells.itemsize)
 
 
 def _regular(

@@ -147,9 +147,13 @@ class WorkerSide:
                 (s.request_id, m.move.chunk) for s in plan.saves for m in s.moves
             }
         elif plan.saves:
-            guarded(None)(self.saver.gather)(plan.saves)
+            self._save(plan)
         if self._rank.writes_early and plan.may_reuse:
             self._fence()  # this model runner writes to blocks before ``before_reuse``
+
+    @guarded(None)
+    def _save(self, plan: StepPlan) -> None:
+        self.saver.gather(plan.saves)
 
     def before_reuse(self, plan: StepPlan) -> None:
         """Make computing wait until saves have read those blocks that this step may write. Others
@@ -172,7 +176,7 @@ class WorkerSide:
         ``end_forward``, and uses a step's tokens unless its failures are reported here."""
         self._settle_step(plan)
         for request_id in finished:
-            guarded(None)(self.loader.cancel)(request_id, request_ended=True)
+            self._cancel(request_id)
         self._take_loads(plan)
         self._sent &= plan.held
         sent = set[str]()
@@ -185,6 +189,10 @@ class WorkerSide:
         return KVConnectorTransferResults(
             finished_sending=sent, finished_recving=received, failed_recving=failed
         )
+
+    @guarded(None)
+    def _cancel(self, request_id: str) -> None:
+        self.loader.cancel(request_id, request_ended=True)
 
     @guarded(None)
     def _take_loads(self, plan: StepPlan) -> None:
