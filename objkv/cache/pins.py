@@ -97,7 +97,9 @@ def parse_pin(document: bytes, path: str) -> Pin:
             raise ValueError
     # The document is untrusted, so any failed check of its values is its fault.
     except (AssertionError, AttributeError, KeyError, RecursionError, TypeError, ValueError) as exc:
-        raise PayloadError(f"{path} is not a pin of objkv") from exc
+        raise PayloadError(
+            f"{path} is not a pin of objkv: pin the prefix again, or objkv unpin deletes it"
+        ) from exc
     return pin
 
 

@@ -195,5 +195,7 @@ def _parse(document: bytes | None) -> tuple[Switch, ...]:
     try:
         found = () if document is None else _DOCUMENT.validate_json(document).switches
     except ValidationError as exc:
-        raise PayloadError(f"{SWITCH_PATH} is not a document of objkv") from exc
+        raise PayloadError(
+            f"{SWITCH_PATH} is not a document of objkv; objkv admission clear replaces it"
+        ) from exc
     return tuple(replace(one, by="".join(filter(str.isprintable, one.by))) for one in found)

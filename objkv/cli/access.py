@@ -53,4 +53,5 @@ def _print(out: Printer, found: Access) -> None:
         out.line(f"# Redis ACL. Replace {PASSWORD} with the password.")
         out.line(found.acl)
     out.line()
-    out.line(f"# Commands that a {found.role} can run: {', '.join(sorted(found.commands))}")
+    commands = ", ".join(sorted(found.commands))
+    out.line(f"# Commands on stored data that a {found.role} can run: {commands}")

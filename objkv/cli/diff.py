@@ -68,7 +68,8 @@ def _read(backends: Backends, text: str) -> Document:
         raise PayloadError(f"{identity_path(name)}: not an identity document") from exc
     if namespace_of(document) != name:
         raise PayloadError(
-            f"{identity_path(name)}: belongs to another namespace, {namespace_of(document)}"
+            f"{identity_path(name)}: belongs to another namespace, {namespace_of(document)}; "
+            "delete it, and a replica of that model writes the right one when it starts"
         )
     return document
 

@@ -75,18 +75,18 @@ def ls(
         elif namespace is None and not (prefixes or tree):
             with session.out.waiting("reading the index"):
                 found = list_namespaces(backends.bulk, backends.index)
-            _note_unrecorded(session, backends, found)
+            _note_unrecorded(session, backends, is_found=bool(found))
             _show_namespaces(session, found, limit, source="index")
         else:
             _show_chunks(session, backends, namespace, limit, tree=tree)
     return FINE
 
 
-def _note_unrecorded(session: Session, backends: "Backends", found: Sequence[object]) -> None:
+def _note_unrecorded(session: Session, backends: "Backends", *, is_found: bool) -> None:
     """Print a note if the index has nothing and the bulk store has payloads: "nothing is stored"
     alone would hide a lost index or a wrong URL. Raises ``StoreError`` if the bulk store cannot be
     listed."""
-    if found or session.config.index_url.startswith("bulk:"):
+    if is_found or session.config.index_url.startswith("bulk:"):
         return
     bulk = backends.bulk
     names = [one for one in stored_namespaces(bulk) if any(map(is_fan, bulk.folders(one)))]
@@ -95,6 +95,12 @@ def _note_unrecorded(session: Session, backends: "Backends", found: Sequence[obj
             f"the index has no records, but the bulk store has payloads of "
             f"{counted(len(names), 'namespace')}: objkv audit compares them"
         )
+
+
+def _nothing(session: Session, source: str) -> str:
+    urls = session.config.public()
+    own = urls["index_url"] == "bulk:"
+    return f"nothing is stored in {urls['bulk_url' if own else f'{source}_url']} yet"
 
 
 def _counted(
@@ -124,7 +130,6 @@ def _show_chunks(
     """Show the tree of prefixes, or its chains, of one namespace or of all."""
     if namespace is None:
         names = backends.index.namespaces()
-        _note_unrecorded(session, backends, names)
     else:
         names = [find_namespace(backends.bulk, backends.index, namespace)]
     view = ReadView(backends.bulk, backends.index, is_own_index=False)
@@ -136,6 +141,7 @@ def _show_chunks(
         [(every, ends)] = inventory.run(
             "SELECT count(*), count(CASE branches WHEN 0 THEN 1 END) FROM temp.branches"
         )
+        _note_unrecorded(session, backends, is_found=bool(every))
         if tree:
             found = (one for name in names for one in branches(inventory, name))
             shown = list(islice(found, limit))
@@ -163,7 +169,7 @@ def _show_namespaces(
         )
         return
     if not shown:
-        out.line(f"nothing is stored in {session.config.public()[f'{source}_url']} yet")
+        out.line(_nothing(session, source))
     else:
         columns = ["namespace", "model", "tenant", ">bytes", ">payloads", ">chunk", "kv dtype"]
         if source == "bulk":
@@ -206,7 +212,7 @@ def _show_prefixes(session: Session, shown: Sequence[PrefixSummary], omitted: in
     if out.document({"prefixes": shown, "omitted": omitted}):
         return
     if not shown:
-        out.line(f"nothing is stored in {session.config.public()['index_url']} yet")
+        out.line(_nothing(session, "index"))
         return
     columns = (
         "namespace", "leaf", ">tokens", ">bytes", ">hits", "~notes", ">newest", ">chunks", "root",
@@ -239,7 +245,7 @@ def _show_tree(session: Session, shown: Sequence[Branch], omitted: int) -> None:
     if out.document({"branches": shown, "omitted": omitted}):
         return
     if not shown:
-        out.line(f"nothing is stored in {session.config.public()['index_url']} yet")
+        out.line(_nothing(session, "index"))
         return
     columns = (
         "=prefix", ">tokens", ">chunks", ">with all below", ">hits", "~notes", ">newest", ">ends",

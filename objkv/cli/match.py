@@ -9,7 +9,7 @@ from objkv.cli.output import Printer, counted, plain
 from objkv.cli.prompts import PromptOptions
 from objkv.cli.upkeep import seal_of
 from objkv.errors import ObjkvError
-from objkv.ops.explain import Explanation, Question, explain_match, found_chunks
+from objkv.ops.explain import Explanation, Question, explain_match, found_chunks, nothing_is_loaded
 from objkv.ops.formats import age, size
 from objkv.ops.listing import find_identity
 from objkv.ops.match import MatchReport, match_prompt
@@ -37,25 +37,22 @@ def match(
         identity = find_identity(backends.bulk, backends.index, prompt.namespace)
         report = match_prompt(backends.index, identity, tokens, extras)
         agent = _ask_agent(session, report)
-        why = None
-        if explain:
-            with session.out.waiting("explaining the match"):
-                why = explain_match(
-                    Question(
-                        bulk=backends.bulk,
-                        index=backends.index,
-                        identity=identity,
-                        tokens=tokens,
-                        extras=extras,
-                        report=report,
-                        seal=seal_of(session, backends, report.namespace),
-                        ttl_s=session.config.ttl_s,
-                        agent=agent,
-                    )
-                )
+        question = Question(
+            bulk=backends.bulk,
+            index=backends.index,
+            identity=identity,
+            tokens=tokens,
+            extras=extras,
+            report=report,
+            seal=seal_of(session, backends, report.namespace) if explain else None,
+            ttl_s=session.config.ttl_s,
+            agent=agent,
+        )
+        with session.out.waiting("explaining the match"):
+            why = explain_match(question) if explain else nothing_is_loaded(question)
     memory = None if isinstance(agent, str) else agent
     if session.out.machine:
-        more = {"explanation": plain(why)} if why else {}
+        more = {"explanation": plain(why)} if explain else {}
         if memory is not None:
             more["memory"] = plain(memory)
         session.out.document({**plain(report), **more})
@@ -69,8 +66,10 @@ def match(
         )
     elif isinstance(agent, str):
         session.out.line(agent, "yellow")
-    if why is not None:
+    if explain and why is not None:
         _print_reason(session.out, why, report)
+    elif why is not None:
+        session.out.line(why.sentence, "yellow")
     return FINE
 
 

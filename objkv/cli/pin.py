@@ -134,7 +134,7 @@ def _print(session: Session, found: PinList) -> None:
                     pin.tokens,
                     size(pin.nbytes),
                     pin.by,
-                    f"{counted(pin.missing, 'chunk is', 'chunks are')} not stored"
+                    f"{counted(pin.missing, 'chunk has', 'chunks have')} no record"
                     if pin.missing
                     else "",
                     pin.chunks,
@@ -167,8 +167,8 @@ def _chain(backends: Backends, namespace: str, leaf: bytes) -> list[Record]:
     try:
         return chain_of(backends.index, namespace, leaf)
     except NotStored as exc:
-        listing = f"objkv ls {namespace[:8]} lists the leaves and notes the unusable ones"
-        raise NotStored(f"{exc}; {listing}") from None
+        fix = "objkv rebuild --apply restores the records of stored chunks"
+        raise NotStored(f"{exc}; {fix}") from None
 
 
 def _chunk(backends: Backends, namespace: str | None, beginning: str) -> tuple[str, bytes]:

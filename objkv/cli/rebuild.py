@@ -81,6 +81,7 @@ def _show(run: Upkeep, found: Mapping[str, StoredNamespace], *, apply: bool) -> 
             applied=apply,
             own_index=False,
             namespaces=len(found),
+            left_out={one.name: one.problem for one in _left_out(found)},
             **numbers,
             pins=counters.counts["pins"],
         )
@@ -94,15 +95,19 @@ def _show(run: Upkeep, found: Mapping[str, StoredNamespace], *, apply: bool) -> 
     out.table(("", ">payloads", ">bytes", "~"), rows)
     did = f"; {counted(counters.counts['pins'], 'chunk')} pinned"
     out.line(f"{counted(len(found), 'namespace')}{did if apply else ''}")
-    for one in found.values():
-        if not one.is_known:
-            out.line(
-                f"{one.name} was left out: {one.problem}; a replica of that model writes it "
-                "when it starts (delete a damaged one first)",
-                "yellow",
-            )
+    for one in _left_out(found):
+        out.line(
+            f"{one.name} was left out: {one.problem}; a replica of that model writes it when it "
+            "starts (delete a damaged one first), then rebuild again",
+            "yellow",
+        )
     for finding in counters.findings:
         out.line(f"{finding.kind} {finding.key}: {finding.detail}", "yellow")
     if not apply:
         out.line("nothing was written: add --apply to write the index")
     run.report_end()
+
+
+def _left_out(found: Mapping[str, StoredNamespace]) -> list[StoredNamespace]:
+    """Return the namespaces of which nothing can be restored without their documents."""
+    return [one for one in found.values() if not one.is_known]

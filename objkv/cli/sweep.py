@@ -20,6 +20,8 @@ from objkv.ops.sweep.remove import CATEGORIES, Category, SweepLimits
 from objkv.ops.sweep.sweep import Sweep
 
 _SHOWN = 3
+_NOT_KEPT = ("documents", "full")
+"""Counts beside the categories that are not of payloads."""
 _MEANS: dict[Category, str] = {
     **{kind: MEANINGS[kind] for kind in CATEGORIES if kind != "over_quota"},
     "over_quota": "payloads at the ends of the least used prefixes",
@@ -75,7 +77,7 @@ def sweep(
             _show(run, is_applied, doubts, unidentified=unidentified)
         counts = run.counters.counts
         is_kept = bool(counts["unidentified"]) and not unidentified
-        is_left = bool(doubts) or is_kept or (is_found and not apply)
+        is_left = bool(doubts or counts["full"]) or is_kept or (is_found and not apply)
         return run.code(FOUND if is_left else FINE)
 
 
@@ -103,7 +105,7 @@ def _show(run: Upkeep, apply: bool, doubts: Collection[Doubt], *, unidentified: 
     counts, nbytes = counters.counts, counters.nbytes
     beside = {
         name: counts[name]
-        for name in ("young", "pinned", "doubted", "busy", "changed", "documents")
+        for name in ("young", "pinned", "doubted", "busy", "changed", "documents", "full")
     }
     if out.machine:
         categories = {one: {"payloads": counts[one], "nbytes": nbytes[one]} for one in CATEGORIES}
@@ -124,12 +126,18 @@ def _show(run: Upkeep, apply: bool, doubts: Collection[Doubt], *, unidentified: 
         out.table(("", ""), list(_some(counters)))
     else:
         out.line("nothing to sweep" if run.pool.ending == "complete" else "nothing found so far")
-    kept = [f"{n:,} {name}" for name, n in beside.items() if n and name != "documents"]
+    kept = [f"{n:,} {name}" for name, n in beside.items() if n and name not in _NOT_KEPT]
     if kept:
         out.line("kept: " + ", ".join(kept))
     if apply and counts["unidentified"] and not unidentified:
         out.line(
             f"{counts['unidentified']:,} unidentified kept: {REMEDIES['unidentified']}", "yellow"
+        )
+    if counts["full"]:
+        out.line(
+            f"{counted(counts['full'], 'tenant has', 'tenants have')} too little room under the "
+            "quota, and the rest is pinned: objkv pin --list, objkv unpin, or a larger quota_bytes",
+            "yellow",
         )
     if counts["busy"]:
         out.line("busy ones are being written: a later sweep judges them")

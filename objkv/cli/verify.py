@@ -73,6 +73,8 @@ def verify(
     """Verify stored payloads and their index records."""
     if apply and not quarantine:
         raise ConfigError("--apply needs --quarantine")
+    if every and sample != SAMPLE:
+        raise ConfigError("give only one of --all and --sample")
     if one_of is not None and not every:
         raise ConfigError("--part needs --all")
     number, of = _part(one_of or "1/1")

@@ -113,19 +113,9 @@ def explain_match(question: Question) -> Explanation:
         return Explanation(
             "nothing", "the prompt is shorter than one chunk, and only whole chunks are stored"
         )
-    if isinstance(agent, str):
-        return Explanation(
-            "agent_away",
-            "the node agent that this command's settings name does not answer, so replicas with "
-            "these settings load nothing",
-            [agent],
-        )
-    if (order := _order(question)) is not None:
-        return Explanation(
-            "switched_off",
-            f"nothing is loaded now: {order.describe()}",
-            advice=[f"{order.end()} ends the order"],
-        )
+    if (stopped := nothing_is_loaded(question)) is not None:
+        return stopped
+    assert not isinstance(agent, str)
     usable, ends = report.usable_tokens // report.chunk_tokens, found_chunks(report, agent)
     spoilt = _first_spoilt(question, 0 if agent is None else agent.resident, usable)
     if spoilt is not None:
@@ -145,6 +135,24 @@ def explain_match(question: Question) -> Explanation:
             found.unknown.append(_HEADERS_ONLY)
     found.served_tokens = ends * report.chunk_tokens
     return found
+
+
+def nothing_is_loaded(question: Question) -> Explanation | None:
+    """Return why replicas load nothing of any prompt now; None if they do."""
+    if isinstance(question.agent, str):
+        return Explanation(
+            "agent_away",
+            "the node agent that this command's settings name does not answer, so replicas with "
+            "these settings load nothing",
+            [question.agent],
+        )
+    if (order := _order(question)) is not None:
+        return Explanation(
+            "switched_off",
+            f"nothing is loaded now: {order.describe()}",
+            advice=[f"{order.end()} ends the order"],
+        )
+    return None
 
 
 def found_chunks(report: MatchReport, agent: "Matched | None") -> int:

@@ -173,10 +173,10 @@ def find_identity(bulk: ReadStore, index: ReadIndex, wanted: str | None) -> Iden
     name = find_namespace(bulk, index, wanted)
     identity = read_identity(bulk, name)
     if identity is None:
-        raise ConfigError(
-            f"the bulk store has no {name}/identity.json; either no replica has saved there, or "
-            "bulk_url and index_url do not belong together"
-        )
+        why = "either no replica has saved there, or bulk_url and index_url do not belong together"
+        if name in stored_namespaces(bulk):
+            why = "it was deleted, and a replica of that model writes it again when it starts"
+        raise ConfigError(f"the bulk store has no {name}/identity.json; {why}")
     return identity
 
 

@@ -63,7 +63,7 @@ def chain_of(index: ReadIndex, namespace: str, leaf: bytes) -> list[Record]:
         [record] = index.lookup(namespace, [wanted])
         if record is None or not record.shards or end not in (None, record.token_end):
             what = f"the chunk before token {chain[-1].token_start:,}" if chain else leaf.hex()
-            raise NotStored(f"{namespace}: {what} is not stored")
+            raise NotStored(f"{namespace}: {what} has no record")
         chain.append(record)
         if record.token_start == 0:
             return chain[::-1]

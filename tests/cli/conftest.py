@@ -56,7 +56,8 @@ JSON_KEYS = {
         " namespace prompt_tokens waited arrived arrived_bytes seconds"
     ],
     "rebuild": [
-        f"{RUN} applied own_index namespaces restored corrected present written corrupt pins",
+        f"{RUN} applied own_index namespaces left_out restored corrected present written corrupt"
+        " pins",
         "command ending complete own_index",
     ],
     "show": ["key verdict payloads"],

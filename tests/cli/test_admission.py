@@ -60,11 +60,15 @@ def test_the_document_says_who_and_until_when(
     assert stored["switches"] == [order]
 
 
-def test_an_explained_match_names_the_order(machine: Machine, run: Run) -> None:
+@pytest.mark.parametrize("how", [(), ("--explain",)])
+def test_a_match_names_the_order_and_serves_nothing(
+    machine: Machine, run: Run, how: tuple[str, ...]
+) -> None:
     machine.fill()
     run("admission", "never")
-    ran = run("match", "--explain", stdin=json.dumps(list(TOKENS)))
+    ran = run("match", *how, stdin=json.dumps(list(TOKENS)))
     assert "nothing is loaded now: admission is never" in ran.out
+    assert "\n0 of 48 tokens would be served" in ran.out
 
 
 def test_neither_an_audit_nor_a_sweep_calls_the_order_foreign(machine: Machine, run: Run) -> None:

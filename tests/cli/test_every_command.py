@@ -89,6 +89,7 @@ WRONG = [
     ("warm", "no prompts: name JSON Lines files"),
     ("warm /nowhere.jsonl --check", "/nowhere.jsonl: no such file"),
     ("warm -", "choose how to compute"),
+    ("verify --all --sample 10", "give only one of --all and --sample"),
 ]
 
 

@@ -29,7 +29,7 @@ def test_pins_are_listed_for_people(run: Run, machine: Machine, hashes: list[str
     ran = run("pin", "--list", "--namespace", NAMESPACE[:4])
     assert ran.code == 0
     assert hashes[2] in ran.out
-    assert "1 chunk is not stored" in ran.out
+    assert "1 chunk has no record" in ran.out
     machine.bulk.put(f"{NAMESPACE}/pins/{'9' * 40}.json", b"x")
     ran = run("pin", "--list")
     assert ran.code == 1
@@ -60,8 +60,8 @@ def test_a_hash_that_is_not_stored_is_1(run: Run, machine: Machine, hashes: list
     assert (ran.code, "no stored chunk starts with 999" in ran.err) == (1, True)
     machine.index.drop(NAMESPACE, bytes.fromhex(hashes[1]))
     ran = run("pin", hashes[2])
-    assert (ran.code, "is not stored; objkv ls" in ran.err) == (1, True)
-    assert "the chunk before token 32 is not stored" in ran.err
+    assert (ran.code, "has no record; objkv rebuild --apply" in ran.err) == (1, True)
+    assert "the chunk before token 32 has no record" in ran.err
 
 
 def test_a_prompt_is_pinned_as_far_as_it_is_stored(

@@ -174,6 +174,21 @@ def test_what_is_older_than_a_record_lives_has_expired(
     assert ends.bulk.head(planted["orphan"][0]) is None
 
 
+def test_a_quota_that_pins_fill_is_said_until_there_is_room(
+    run: Run, ends: Backends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashes = [key.prefix_hash for key in save(ends.bulk, ends.index)]
+    save_identity(ends.bulk)
+    monkeypatch.setenv("OBJKV_QUOTA_BYTES", "1000")
+    assert "quota, and saves stop at 95 %: objkv sweep" in run("audit").out
+    assert "tenant default uses" in run("doctor").out
+    assert run("pin", hashes[-1].hex()).code == 0
+    ran = run("sweep", "--apply")
+    assert (ran.code, "1 tenant has too little room under the quota" in ran.out) == (1, True)
+    assert run("unpin", hashes[-1].hex()).code == 0
+    assert run("sweep", "--apply", "--grace", "0").code == 0
+
+
 def test_pinned_payloads_are_not_swept_although_their_record_is_gone(
     run: Run, ends: Backends, home: Path
 ) -> None:
@@ -447,6 +462,7 @@ def test_a_rebuild_leaves_out_what_nothing_reads(run: Run, ends: Backends) -> No
     ran = run("rebuild", "--apply", "--json")
     assert (ran.code, ran.document["restored"], ran.document["corrupt"]) == (0, 4, 0)
     assert old not in ends.index.namespaces()
+    assert ran.document["left_out"] == {"5" * 32: "no identity document"}
     assert re.search("^[0-9a-f]{32} was left out: no identity document;", run("rebuild").out, re.M)
 
 

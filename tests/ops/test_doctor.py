@@ -136,6 +136,17 @@ def test_a_folder_that_is_set_and_does_not_exist_is_a_warning(ward: Ward, tmp_pa
     assert [(c.name, c.area) for c in found.checks if c.status == "warning"] == [("folder", "bulk")]
 
 
+def test_settings_that_name_other_stores_than_the_agent_s_are_a_warning(ward: Ward) -> None:
+    node = Node().listen()
+    with http_of(node):
+        urls = {"bulk_url": FOLDER, "agent": f"unix://{node.path}"}
+        found = ward.examine(resolve_config(urls, environ={})).checks
+    node.close()
+    [other] = [check for check in found if check.name == "other stores"]
+    assert (other.status, FOLDER in other.detail) == ("warning", True)
+    assert not any(check.name == "its settings" for check in found)
+
+
 @pytest.mark.parametrize("own", [True, False])
 def test_what_an_agent_does_not_say_is_read_or_named(ward: Ward, own: bool) -> None:
     save_in_format(ward.bulk, 1)

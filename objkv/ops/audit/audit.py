@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from objkv.cache.bulk_index import MISSING_UNSEEN, is_listed
+from objkv.cache.quota import FULL_PERCENT
 from objkv.config import Config
 from objkv.config.prices import Prices
 from objkv.index.base import Savings
@@ -167,11 +168,15 @@ def _of_namespaces(report: AuditReport, scope: WalkScope) -> Iterator[str]:
             "chunks cannot be loaded"
         )
     for tenant in report.tenants:
-        if tenant.quota_bytes is not None and tenant.nbytes > tenant.quota_bytes:
+        if tenant.quota_bytes and 100 * tenant.nbytes >= FULL_PERCENT * tenant.quota_bytes:
             fix = "objkv sweep --apply evicts the least used prefixes that are not pinned"
             if report.index_url.startswith("bulk:"):
                 fix = "delete old files, or set an index_url, with which a sweep evicts"
-            yield f"tenant {tenant.tenant} exceeds its quota: {fix}"
+            used = 100 * tenant.nbytes // tenant.quota_bytes
+            yield (
+                f"tenant {tenant.tenant} uses {used} % of its quota, and saves stop at "
+                f"{FULL_PERCENT} %: {fix}"
+            )
 
 
 def _lifecycle(read: ReadRules, ttl_s: int, pins: PinList) -> LifecycleAudit | None:

@@ -4,12 +4,13 @@ with a fix, and what could not be checked is never called fine."""
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any, Final, Literal, TypeVar
 
+from objkv.cache.quota import FULL_PERCENT
 from objkv.cache.switch import read_switches
 from objkv.codec.seal import Seal
 from objkv.config import Resolved
@@ -28,6 +29,7 @@ from objkv.ops.doctor.settings import (
     check_transport,
 )
 from objkv.ops.formats import noun
+from objkv.ops.listing import NamespaceSummary, list_namespaces, list_tenants
 from objkv.stores.base import HotStore, PruneStore, ReadStore
 
 T = TypeVar("T", PruneStore, HotStore, WriteIndex)
@@ -90,7 +92,7 @@ def examine(resolved: Resolved, openers: Openers) -> DoctorReport:
         checks += [*check_reach(resolved), *check_privacy(resolved.config), *_examine_seal(openers)]
         checks += [*check_transport(resolved.config), *check_login(resolved.config)]
     if by_agent:
-        checks += _examine_beside(resolved, openers)
+        checks += _other_stores(resolved, agent) or _examine_beside(resolved, openers)
     checks.append(check_engine())
     return DoctorReport(
         verdict=verdict(checks),
@@ -146,9 +148,20 @@ def _examine_stores(resolved: Resolved, openers: Openers) -> list[Check]:
     if is_bad:  # the hot store is on the same server: one report is enough
         return [*checks, *index]
     if not any(check.status in BAD for check in checks):
-        index += _examine_match(openers)
+        index += _examine_match(openers, config.quota_bytes)
     hot = _probed("hot", openers.hot, lambda store: probe_store(role, "hot", store))
     return [*checks, *index, *hot]
+
+
+def _other_stores(resolved: Resolved, agent: Sequence[Check]) -> list[Check]:
+    """A warning if the settings of this command name another bulk store than the agent's."""
+    used = [one.detail for one in agent if (one.area, one.name) == ("bulk", "by the agent")]
+    own = resolved.config.public()["bulk_url"]
+    if resolved.sources["bulk_url"] == "default" or used in ([], [own]) or own in used[0]:
+        return []
+    detail = f"the agent uses {used[0]}, and this command's bulk_url is {own}"
+    fix = "set bulk_url and index_url as for the agent, or leave both unset"
+    return [Check("agent", "other stores", "warning", detail, fix)]
 
 
 def _examine_beside(resolved: Resolved, openers: Openers) -> list[Check]:
@@ -160,7 +173,7 @@ def _examine_beside(resolved: Resolved, openers: Openers) -> list[Check]:
         found = _probed("bulk", openers.bulk, lambda b: _examine_contents(b, openers, config.ttl_s))
         found += _examine_server(openers)
         if config.index_url != "bulk:":
-            found += _examine_match(openers)
+            found += _examine_match(openers, config.quota_bytes)
         checks = [replace(c, status="not checked") if c.status in BAD else c for c in found]
     else:
         left += ["admission orders", "earlier formats", "lifecycle rules", "server of the index"]
@@ -177,14 +190,15 @@ def _examine_contents(bulk: ReadStore, openers: Openers, ttl_s: int) -> list[Che
     return [*rules, *_examine_switches(bulk), *_examine_formats(bulk)]
 
 
-def _examine_match(openers: Openers) -> list[Check]:
-    """A warning if the bulk store has none of the namespaces in the index. The reverse is no fault:
-    all records may have expired."""
+def _examine_match(openers: Openers, quota_bytes: int) -> list[Check]:
+    """A warning for each tenant whose quota stops saves, or if the bulk store has none of the
+    namespaces in the index. The reverse is no fault: all records may have expired."""
     try:
         with closing(openers.bulk()) as bulk, closing(openers.index()) as index:
-            recorded = {one.namespace for one in index.usage() if one.payloads > 0}
+            found = [one for one in list_namespaces(bulk, index) if one.payloads > 0]
+            recorded = {one.namespace for one in found}
             if not recorded or recorded.intersection(stored_namespaces(bulk)):
-                return []
+                return list(_full_tenants(found, quota_bytes))
     except ObjkvError as exc:
         return [Check("index", "match", "not checked", str(exc))]
     count = len(recorded)
@@ -194,6 +208,15 @@ def _examine_match(openers: Openers) -> list[Check]:
         "the bucket was emptied (then objkv sweep --apply --force removes the records)"
     )
     return [Check("index", "match", "warning", detail, fix)]
+
+
+def _full_tenants(found: Sequence[NamespaceSummary], quota_bytes: int) -> Iterator[Check]:
+    for one in list_tenants(found):
+        if quota_bytes and 100 * one.nbytes >= FULL_PERCENT * quota_bytes:
+            used = 100 * one.nbytes // quota_bytes
+            detail = f"tenant {one.tenant} uses {used} %, and saves stop at {FULL_PERCENT} %"
+            fix = "objkv sweep --apply evicts what is not pinned; or raise quota_bytes"
+            yield Check("index", "quota", "warning", detail, fix)
 
 
 def _examine_server(openers: Openers) -> list[Check]:

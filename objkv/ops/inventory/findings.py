@@ -109,21 +109,21 @@ def find_doubts(inventory: Inventory, scope: WalkScope, *, ttl_s: float) -> tupl
             why = (
                 f"the index has no record of most payloads in {name} that are younger than ttl_s "
                 f"({lost:,} of {young:,}): it looks wiped, or belongs to another bucket; "
-                "run objkv rebuild --apply, or objkv sweep with --force to delete them"
+                "run objkv rebuild --apply, or objkv sweep --apply --force to delete them"
             )
             doubts.append(Doubt(name, why))
     if seen and not known:
         why = (
             f"the index has no record of any payload{of}: it was wiped, belongs to another "
             f"bucket, or all records have expired; {_IF_RIGHT}, run objkv rebuild --apply, or "
-            "objkv sweep with --force to delete all"
+            "objkv sweep --apply --force to delete all"
         )
         doubts = [Doubt(None, why)]
     [(records, stored)] = inventory.run(_STORED)
     if records and not stored:
         why = (
             f"the bulk store has none of the payloads{of} in the index: it belongs to another "
-            f"index, or was emptied; {_IF_RIGHT}, objkv sweep with --force removes the records"
+            f"index, or was emptied; {_IF_RIGHT}, objkv sweep --apply --force removes the records"
         )
         doubts.append(Doubt(None, why, is_of_bulk=True))
     return tuple(doubts)

@@ -179,7 +179,8 @@ class Sweep:
 
     def quotas(self, quota_bytes: int) -> Iterator[Unit]:
         """Evict the ends of the least used prefixes of tenants, down to ``SWEPT_PERCENT`` of their
-        quota. Holds all chunks of a tenant in memory, about 400 bytes each."""
+        quota. Holds all chunks of a tenant in memory, about 400 bytes each. Counts tenants that
+        pins keep above that as ``full``."""
         if not quota_bytes:
             return
         room = quota_bytes * SWEPT_PERCENT // 100
@@ -202,7 +203,7 @@ class Sweep:
             self._evict(homes[one.prefix_hash], one, counters)
             left -= one.nbytes
         if left > room:  # only pinned chunks, and those before them, are left
-            counters.counts["pinned"] += sum(one.pinned for one in candidates)
+            counters.counts["full"] += 1
 
     def _evict(self, name: str, chosen: Candidate, counters: Counters) -> None:
         [record] = self._view.index.lookup(name, [chosen.prefix_hash])
