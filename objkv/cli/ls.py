@@ -82,17 +82,21 @@ def ls(
     return FINE
 
 
-def _note_unrecorded(session: Session, backends: "Backends", *, is_found: bool) -> None:
-    """Print a note if the index has nothing and the bulk store has payloads: "nothing is stored"
-    alone would hide a lost index or a wrong URL. Raises ``StoreError`` if the bulk store cannot be
-    listed."""
+def _note_unrecorded(
+    session: Session, backends: "Backends", *, is_found: bool, only: Sequence[str] = ()
+) -> None:
+    """Print a note if the index has nothing, of namespace ``only`` if it is given, and the bulk
+    store has payloads: "nothing is stored" alone would hide a lost index or a wrong URL. Raises
+    ``StoreError`` if the bulk store cannot be listed."""
     if is_found or session.config.index_url.startswith("bulk:"):
         return
     bulk = backends.bulk
-    names = [one for one in stored_namespaces(bulk) if any(map(is_fan, bulk.folders(one)))]
+    every = only or stored_namespaces(bulk)
+    names = [one for one in every if any(map(is_fan, bulk.folders(one)))]
     if names:
+        of = " of it" if only else ""
         session.out.note(
-            f"the index has no records, but the bulk store has payloads of "
+            f"the index has no records{of}, but the bulk store has payloads of "
             f"{counted(len(names), 'namespace')}: objkv audit compares them"
         )
 
@@ -141,7 +145,7 @@ def _show_chunks(
         [(every, ends)] = inventory.run(
             "SELECT count(*), count(CASE branches WHEN 0 THEN 1 END) FROM temp.branches"
         )
-        _note_unrecorded(session, backends, is_found=bool(every))
+        _note_unrecorded(session, backends, is_found=bool(every), only=names if namespace else [])
         if tree:
             found = (one for name in names for one in branches(inventory, name))
             shown = list(islice(found, limit))

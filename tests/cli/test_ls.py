@@ -48,6 +48,9 @@ def test_an_index_without_records_is_noted_if_payloads_are_stored(
     for words in ("ls", "ls --tree", "ls --prefixes --json"):
         ran = run(*words.split(), "--index-url", f"sqlite://{home}/typo.sqlite")
         assert "no records, but the bulk store has payloads of 1 namespace: objkv audit" in ran.err
+    for leaf in machine.index.scan(NAMESPACE):
+        machine.index.drop(NAMESPACE, leaf.prefix_hash)
+    assert "the index has no records of it, but" in run("ls", NAMESPACE).err
 
 
 def test_rows_over_the_limit_are_counted(run: Run, machine: Machine) -> None:

@@ -155,11 +155,11 @@ def _examine_stores(resolved: Resolved, openers: Openers) -> list[Check]:
 
 def _other_stores(resolved: Resolved, agent: Sequence[Check]) -> list[Check]:
     """A warning if the settings of this command name another bulk store than the agent's."""
-    used = [one.detail for one in agent if (one.area, one.name) == ("bulk", "by the agent")]
-    own = resolved.config.public()["bulk_url"]
-    if resolved.sources["bulk_url"] == "default" or used in ([], [own]) or own in used[0]:
+    stores = [one.detail for one in agent if (one.area, one.name) == ("bulk", "by the agent")]
+    own, used = resolved.config.public()["bulk_url"], "".join(stores).partition(": ")[0]
+    if resolved.sources["bulk_url"] == "default" or used in ("", own):
         return []
-    detail = f"the agent uses {used[0]}, and this command's bulk_url is {own}"
+    detail = f"the agent uses {used}, and this command's bulk_url is {own}"
     fix = "set bulk_url and index_url as for the agent, or leave both unset"
     return [Check("agent", "other stores", "warning", detail, fix)]
 
@@ -212,7 +212,8 @@ def _examine_match(openers: Openers, quota_bytes: int) -> list[Check]:
 
 def _full_tenants(found: Sequence[NamespaceSummary], quota_bytes: int) -> Iterator[Check]:
     for one in list_tenants(found):
-        if quota_bytes and 100 * one.nbytes >= FULL_PERCENT * quota_bytes:
+        is_full = 100 * one.nbytes >= FULL_PERCENT * quota_bytes
+        if quota_bytes and is_full and one.tenant is not None:
             used = 100 * one.nbytes // quota_bytes
             detail = f"tenant {one.tenant} uses {used} %, and saves stop at {FULL_PERCENT} %"
             fix = "objkv sweep --apply evicts what is not pinned; or raise quota_bytes"
