@@ -1,6 +1,6 @@
 """``objkv ls``: namespaces, or the prefixes stored in one."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from contextlib import closing
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated
@@ -16,7 +16,7 @@ from objkv.ops.formats import age, size
 from objkv.ops.inventory.file import Inventory
 from objkv.ops.inventory.tree import Branch, PrefixSummary, branches, make_tree
 from objkv.ops.inventory.tree import prefixes as list_prefixes
-from objkv.ops.inventory.walk import ReadView, Walk, WalkScope, find_scope, is_fan
+from objkv.ops.inventory.walk import ReadView, Walk, WalkScope, find_scope
 from objkv.ops.listing import (
     NamespaceSummary,
     TenantTotals,
@@ -24,6 +24,7 @@ from objkv.ops.listing import (
     find_namespace,
     list_namespaces,
     list_tenants,
+    payload_namespaces,
 )
 from objkv.ops.runs import Unit, WorkPool
 
@@ -75,29 +76,34 @@ def ls(
         elif namespace is None and not (prefixes or tree):
             with session.out.waiting("reading the index"):
                 found = list_namespaces(backends.bulk, backends.index)
-            _note_unrecorded(session, backends, is_found=bool(found))
+            _note_mismatch(session, backends, {one.namespace for one in found})
             _show_namespaces(session, found, limit, source="index")
         else:
             _show_chunks(session, backends, namespace, limit, tree=tree)
     return FINE
 
 
-def _note_unrecorded(
-    session: Session, backends: "Backends", *, is_found: bool, only: Sequence[str] = ()
+def _note_mismatch(
+    session: Session, backends: "Backends", recorded: Set[str], only: str | None = None
 ) -> None:
-    """Print a note if the index has nothing, of namespace ``only`` if it is given, and the bulk
-    store has payloads: "nothing is stored" alone would hide a lost index or a wrong URL. Raises
+    """Print a note if index and bulk store seem to lack what the other has, of namespace ``only``
+    if it is given: "nothing is stored" alone would hide a lost index or a wrong URL. Raises
     ``StoreError`` if the bulk store cannot be listed."""
-    if is_found or session.config.index_url.startswith("bulk:"):
+    if session.config.index_url.startswith("bulk:"):
         return
-    bulk = backends.bulk
-    every = only or stored_namespaces(bulk)
-    names = [one for one in every if any(map(is_fan, bulk.folders(one)))]
-    if names:
-        of = " of it" if only else ""
+    if not recorded:
+        stored = [one for one in payload_namespaces(backends.bulk) if only in (None, one)]
+        of = f" of {only}" if only else ""
+        if stored:
+            session.out.note(
+                f"the index has no records{of}, but the bulk store has payloads of "
+                f"{counted(len(stored), 'namespace')}, which expired or lost their records: "
+                "objkv audit compares them"
+            )
+    elif only is None and not recorded & {*stored_namespaces(backends.bulk)}:
         session.out.note(
-            f"the index has no records{of}, but the bulk store has payloads of "
-            f"{counted(len(names), 'namespace')}: objkv audit compares them"
+            "the bulk store has none of the namespaces in the index: check bulk_url, index_url and "
+            "redis_prefix"
         )
 
 
@@ -145,7 +151,8 @@ def _show_chunks(
         [(every, ends)] = inventory.run(
             "SELECT count(*), count(CASE branches WHEN 0 THEN 1 END) FROM temp.branches"
         )
-        _note_unrecorded(session, backends, is_found=bool(every), only=names if namespace else [])
+        only = None if namespace is None else names[0]
+        _note_mismatch(session, backends, {*names} if every else set(), only)
         if tree:
             found = (one for name in names for one in branches(inventory, name))
             shown = list(islice(found, limit))

@@ -9,7 +9,7 @@ from objkv.cli.output import Printer, counted, plain
 from objkv.cli.prompts import PromptOptions
 from objkv.cli.upkeep import seal_of
 from objkv.errors import ObjkvError
-from objkv.ops.explain import Explanation, Question, explain_match, found_chunks, nothing_is_loaded
+from objkv.ops.explain import Explanation, Question, explain_match, found_chunks, switched_off
 from objkv.ops.formats import age, size
 from objkv.ops.listing import find_identity
 from objkv.ops.match import MatchReport, match_prompt
@@ -48,11 +48,11 @@ def match(
             ttl_s=session.config.ttl_s,
             agent=agent,
         )
-        with session.out.waiting("explaining the match"):
-            why = explain_match(question) if explain else nothing_is_loaded(question)
+        with session.out.waiting("explaining the match" if explain else "reading orders"):
+            why = explain_match(question) if explain else switched_off(question)
     memory = None if isinstance(agent, str) else agent
     if session.out.machine:
-        more = {"explanation": plain(why)} if explain else {}
+        more = {"explanation": plain(why)} if why else {}
         if memory is not None:
             more["memory"] = plain(memory)
         session.out.document({**plain(report), **more})

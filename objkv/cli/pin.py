@@ -167,7 +167,7 @@ def _chain(backends: Backends, namespace: str, leaf: bytes) -> list[Record]:
     try:
         return chain_of(backends.index, namespace, leaf)
     except NotStored as exc:
-        fix = "objkv rebuild --apply restores the records of stored chunks"
+        fix = f"if it is stored, objkv rebuild --apply -n {namespace[:8]} restores its record"
         raise NotStored(f"{exc}; {fix}") from None
 
 

@@ -98,7 +98,7 @@ def _show(run: Upkeep, found: Mapping[str, StoredNamespace], *, apply: bool) -> 
     for one in _left_out(found):
         out.line(
             f"{one.name} was left out: {one.problem}; a replica of that model writes it when it "
-            "starts (delete a damaged one first), then rebuild again",
+            "starts (delete a damaged one first); then rebuild again",
             "yellow",
         )
     for finding in counters.findings:

@@ -20,8 +20,6 @@ from objkv.ops.sweep.remove import CATEGORIES, Category, SweepLimits
 from objkv.ops.sweep.sweep import Sweep
 
 _SHOWN = 3
-_NOT_KEPT = ("documents", "full")
-"""Counts beside the categories that are not of payloads."""
 _MEANS: dict[Category, str] = {
     **{kind: MEANINGS[kind] for kind in CATEGORIES if kind != "over_quota"},
     "over_quota": "payloads at the ends of the least used prefixes",
@@ -105,7 +103,7 @@ def _show(run: Upkeep, apply: bool, doubts: Collection[Doubt], *, unidentified: 
     counts, nbytes = counters.counts, counters.nbytes
     beside = {
         name: counts[name]
-        for name in ("young", "pinned", "doubted", "busy", "changed", "documents", "full")
+        for name in ("young", "pinned", "doubted", "busy", "changed", "documents")
     }
     if out.machine:
         categories = {one: {"payloads": counts[one], "nbytes": nbytes[one]} for one in CATEGORIES}
@@ -126,19 +124,20 @@ def _show(run: Upkeep, apply: bool, doubts: Collection[Doubt], *, unidentified: 
         out.table(("", ""), list(_some(counters)))
     else:
         out.line("nothing to sweep" if run.pool.ending == "complete" else "nothing found so far")
-    kept = [f"{n:,} {name}" for name, n in beside.items() if n and name not in _NOT_KEPT]
+    kept = [f"{n:,} {name}" for name, n in beside.items() if n and name != "documents"]
     if kept:
         out.line("kept: " + ", ".join(kept))
     if apply and counts["unidentified"] and not unidentified:
         out.line(
             f"{counts['unidentified']:,} unidentified kept: {REMEDIES['unidentified']}", "yellow"
         )
-    if counts["full"]:
-        out.line(
-            f"{counted(counts['full'], 'tenant has', 'tenants have')} too little room under the "
-            "quota, and the rest is pinned: objkv pin --list, objkv unpin, or a larger quota_bytes",
-            "yellow",
-        )
+    for one in counters.findings:
+        if one.kind == "full":
+            out.line(
+                f"tenant {one.key}: pins alone fill the quota, so saves stop: objkv pin --list, "
+                "objkv unpin, or a larger quota_bytes",
+                "yellow",
+            )
     if counts["busy"]:
         out.line("busy ones are being written: a later sweep judges them")
     for doubt in doubts:

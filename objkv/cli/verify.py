@@ -38,8 +38,13 @@ def verify(
     session: Session,
     namespace: Namespace = None,
     sample: Annotated[
-        int, typer.Option(min=1, help="Check this many payloads, chosen at random.", metavar="N")
-    ] = SAMPLE,
+        int | None,
+        typer.Option(
+            min=1,
+            help=f"Check this many payloads, chosen at random. Default: {SAMPLE}.",
+            metavar="N",
+        ),
+    ] = None,
     every: Annotated[
         bool, typer.Option("--all", help="Check all payloads that have a record.")
     ] = False,
@@ -73,7 +78,7 @@ def verify(
     """Verify stored payloads and their index records."""
     if apply and not quarantine:
         raise ConfigError("--apply needs --quarantine")
-    if every and sample != SAMPLE:
+    if every and sample is not None:
         raise ConfigError("give only one of --all and --sample")
     if one_of is not None and not every:
         raise ConfigError("--part needs --all")
@@ -111,7 +116,7 @@ def verify(
                     units = work.parts(inventory, parts, where)
                 else:
                     shown = replace(shown, chosen_of=inventory.count(where))
-                    units = work.sample(choose_sample(inventory, where, sample))
+                    units = work.sample(choose_sample(inventory, where, sample or SAMPLE))
                 run.run("checking payloads", units)
                 if apply and run.pool.ending == "complete":
                     run.run("quarantining", work.settle(run.counters))

@@ -28,8 +28,10 @@ def aws_region(config: Config) -> str | None:
 
 
 def check_credentials(config: Config) -> None:
-    """Raise ``ConfigError`` if AWS's own credentials would be used and are malformed: the error of
-    a request would count as an outage."""
+    """Raise ``ConfigError`` if half of the settings for credentials is missing, or AWS's own would
+    be used and are malformed: the error of a request would count as an outage."""
+    if (config.s3_access_key_id is None) != (config.s3_secret_access_key is None):
+        raise ConfigError("set both s3_access_key_id and s3_secret_access_key, or neither")
     if config.s3_access_key_id:
         return
     for name in _CREDENTIALS:

@@ -293,8 +293,6 @@ class Config(BaseModel):
 
     @model_validator(mode="after")
     def _settings_agree(self) -> Self:
-        if (self.s3_access_key_id is None) != (self.s3_secret_access_key is None):
-            raise ValueError("set both s3_access_key_id and s3_secret_access_key, or neither")
         if self.s3_sse_kms_key_id and self.s3_sse != "aws:kms":
             raise ValueError("s3_sse_kms_key_id is set: set s3_sse to aws:kms too")
         if self.redis_credentials and (self.redis_username or self.redis_password):

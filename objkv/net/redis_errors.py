@@ -87,6 +87,8 @@ def _meaning(words: str, exc: Exception) -> tuple[type[StoreError], str]:
         return StoreDenied, "check redis_username and redis_password, or redis_credentials"
     if "Cluster mode is not enabled" in words:
         return StoreDenied, "use redis:// or rediss:// in index_url"
+    if "DB index is out of range" in words:
+        return StoreDenied, "end index_url with the number of a database that the server has"
     if isinstance(exc, exceptions.OutOfMemoryError) or "OOM" in words:
         fix = "raise the server's maxmemory, or allow eviction with maxmemory-policy volatile-lru"
         return StoreFull, fix

@@ -113,9 +113,15 @@ def explain_match(question: Question) -> Explanation:
         return Explanation(
             "nothing", "the prompt is shorter than one chunk, and only whole chunks are stored"
         )
-    if (stopped := nothing_is_loaded(question)) is not None:
+    if isinstance(agent, str):
+        return Explanation(
+            "agent_away",
+            "the node agent that this command's settings name does not answer, so replicas with "
+            "these settings load nothing",
+            [agent],
+        )
+    if (stopped := switched_off(question)) is not None:
         return stopped
-    assert not isinstance(agent, str)
     usable, ends = report.usable_tokens // report.chunk_tokens, found_chunks(report, agent)
     spoilt = _first_spoilt(question, 0 if agent is None else agent.resident, usable)
     if spoilt is not None:
@@ -137,15 +143,9 @@ def explain_match(question: Question) -> Explanation:
     return found
 
 
-def nothing_is_loaded(question: Question) -> Explanation | None:
-    """Return why replicas load nothing of any prompt now; None if they do."""
-    if isinstance(question.agent, str):
-        return Explanation(
-            "agent_away",
-            "the node agent that this command's settings name does not answer, so replicas with "
-            "these settings load nothing",
-            [question.agent],
-        )
+def switched_off(question: Question) -> Explanation | None:
+    """Return the operator's order that stops all loads of the namespace now; None if there is none
+    or the orders cannot be read."""
     if (order := _order(question)) is not None:
         return Explanation(
             "switched_off",

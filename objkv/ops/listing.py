@@ -22,8 +22,11 @@ from objkv.ops.backends_view import (
 )
 from objkv.ops.formats import DASH, printable, size, span
 from objkv.ops.inventory.file import Inventory
-from objkv.ops.inventory.walk import WalkScope
+from objkv.ops.inventory.walk import WalkScope, is_fan
 from objkv.stores.base import ReadStore
+
+
+_NAMESPACES_MAX: Final = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,16 @@ def list_namespaces(bulk: ReadStore, index: ReadIndex) -> list[NamespaceSummary]
     return [
         _summary(read_namespace(bulk, one.namespace), one.payloads, one.nbytes, one.counted_s)
         for one in index.usage()
+    ]
+
+
+def payload_namespaces(bulk: ReadStore) -> list[str]:
+    """Return the namespaces of which the bulk store has payloads that are not of an earlier format,
+    of its first hundred. Lists each and reads its identity document."""
+    return [
+        name
+        for name in stored_namespaces(bulk)[:_NAMESPACES_MAX]
+        if any(map(is_fan, bulk.folders(name))) and not read_namespace(bulk, name).is_old_format
     ]
 
 
@@ -175,7 +188,7 @@ def find_identity(bulk: ReadStore, index: ReadIndex, wanted: str | None) -> Iden
     if identity is None:
         why = "either no replica has saved there, or bulk_url and index_url do not belong together"
         if name in stored_namespaces(bulk):
-            why = "it was deleted, and a replica of that model writes it again when it starts"
+            why = "a replica of that model writes it again when it starts"
         raise ConfigError(f"the bulk store has no {name}/identity.json; {why}")
     return identity
 

@@ -47,10 +47,26 @@ def test_an_index_without_records_is_noted_if_payloads_are_stored(
     machine.fill()
     for words in ("ls", "ls --tree", "ls --prefixes --json"):
         ran = run(*words.split(), "--index-url", f"sqlite://{home}/typo.sqlite")
-        assert "no records, but the bulk store has payloads of 1 namespace: objkv audit" in ran.err
+        assert (
+            "no records, but the bulk store has payloads of 1 namespace, which expired" in ran.err
+        )
     for leaf in machine.index.scan(NAMESPACE):
         machine.index.drop(NAMESPACE, leaf.prefix_hash)
-    assert "the index has no records of it, but" in run("ls", NAMESPACE).err
+    assert f"the index has no records of {NAMESPACE}, but" in run("ls", NAMESPACE).err
+
+
+def test_a_bulk_store_without_the_namespaces_of_the_index_is_noted(
+    run: Run, machine: Machine, home: Path
+) -> None:
+    machine.fill()
+    (home / "other").mkdir()
+    urls = (
+        "--bulk-url",
+        f"file://{home}/other",
+        "--index-url",
+        f"sqlite://{home}/objkv/index.sqlite",
+    )
+    assert "the bulk store has none of the namespaces in the index" in run("ls", *urls).err
 
 
 def test_rows_over_the_limit_are_counted(run: Run, machine: Machine) -> None:

@@ -60,7 +60,10 @@ def test_a_hash_that_is_not_stored_is_1(run: Run, machine: Machine, hashes: list
     assert (ran.code, "no stored chunk starts with 999" in ran.err) == (1, True)
     machine.index.drop(NAMESPACE, bytes.fromhex(hashes[1]))
     ran = run("pin", hashes[2])
-    assert (ran.code, "has no record; objkv rebuild --apply" in ran.err) == (1, True)
+    assert (ran.code, "has no record; if it is stored, objkv rebuild --apply -n" in ran.err) == (
+        1,
+        True,
+    )
     assert "the chunk before token 32 has no record" in ran.err
 
 

@@ -37,6 +37,7 @@ ERRORS: dict[type[StoreError], list[tuple[Exception, str]]] = {
         (exceptions.NoPermissionError("hset"), "objkv access"),
         (exceptions.ResponseError("NOPERM no permissions to run 'get'"), "objkv access"),
         (exceptions.ResponseError("ERR ACL failure in script: x"), "objkv access"),
+        (exceptions.ResponseError("DB index is out of range"), "end index_url"),
     ],
     StoreError: [
         (exceptions.ResponseError("ERR something else"), "something else"),

@@ -189,7 +189,7 @@ def test_costs_are_plain_arithmetic() -> None:
     assert (report.cost.month, report.cost.unused) == (8.0, 6.0)
     assert [one.month for one in report.tenants] == [8.0]
     assert (report.totals.hits, report.totals.used_chunks) == (6, 1)
-    assert any("saves stop at 95 %" in problem for problem in report.problems)
+    assert any("reaches 95 %" in problem for problem in report.problems)
 
 
 def test_the_list_prices_are_those_of_the_costs_that_the_simulation_uses() -> None:

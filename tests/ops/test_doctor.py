@@ -130,6 +130,14 @@ def test_an_index_of_another_bucket_is_a_warning(ward: Ward) -> None:
     assert ward.named("match") == []
 
 
+def test_an_index_without_records_of_a_bucket_with_payloads_is_a_warning(ward: Ward) -> None:
+    save_identity(ward.bulk)
+    assert ward.named("match") == [], "as a replica that has just started"
+    save(ward.bulk, None)
+    [check] = ward.named("match")
+    assert (check.status, "1 namespace with payloads" in check.detail) == ("warning", True)
+
+
 def test_a_folder_that_is_set_and_does_not_exist_is_a_warning(ward: Ward, tmp_path: Path) -> None:
     urls = {"bulk_url": f"file://{tmp_path}/typo", "agent": "private"}
     found = ward.examine(resolve_config(urls, environ={}))
@@ -144,7 +152,7 @@ def test_settings_that_name_other_stores_than_the_agent_s_are_a_warning(ward: Wa
     node.close()
     [other] = [check for check in found if check.name == "other stores"]
     assert (other.status, FOLDER in other.detail) == ("warning", True)
-    assert not any(check.name == "its settings" for check in found)
+    assert any(check.name == "its settings" for check in found), "which say what else is unchecked"
 
 
 @pytest.mark.parametrize("own", [True, False])

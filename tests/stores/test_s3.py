@@ -270,6 +270,9 @@ def test_a_missing_bucket_is_denied(access: S3Access) -> None:
 def test_settings_that_cannot_work_are_a_config_error(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         open_s3_access(Config(**settings, **KEYS))
+    for name, value in KEYS.items():
+        with pytest.raises(ConfigError, match="set both s3_access_key_id and s3_secret_access_key"):
+            open_s3_access(Config(**{name: value}))
 
 
 class Lists:

@@ -174,8 +174,8 @@ def _of_namespaces(report: AuditReport, scope: WalkScope) -> Iterator[str]:
                 fix = "delete old files, or set an index_url, with which a sweep evicts"
             used = 100 * tenant.nbytes // tenant.quota_bytes
             yield (
-                f"tenant {tenant.tenant} uses {used} % of its quota, and saves stop at "
-                f"{FULL_PERCENT} %: {fix}"
+                f"the bulk store holds {used} % of tenant {tenant.tenant}'s quota, and saves stop "
+                f"when what has records reaches {FULL_PERCENT} %: {fix}"
             )
 
 

@@ -29,13 +29,22 @@ from objkv.ops.doctor.settings import (
     check_transport,
 )
 from objkv.ops.formats import noun
-from objkv.ops.listing import NamespaceSummary, list_namespaces, list_tenants
+from objkv.ops.listing import (
+    NamespaceSummary,
+    list_namespaces,
+    list_tenants,
+    payload_namespaces,
+)
 from objkv.stores.base import HotStore, PruneStore, ReadStore
 
 T = TypeVar("T", PruneStore, HotStore, WriteIndex)
 Verdict = Literal["ok", "warnings", Bad]
 _CLEAR_FIX: Final = "objkv admission clear (with --namespace for one namespace) ends it"
 _SWEEP_FIX: Final = "objkv sweep --apply deletes what is older than sweep_grace_s"
+_LOST_FIX: Final = (
+    "objkv audit says whether all have expired; otherwise check index_url and redis_prefix, or run "
+    "objkv rebuild --apply"
+)
 _NAMESPACES_MAX: Final = 100
 """How many identity documents are read."""
 
@@ -92,7 +101,7 @@ def examine(resolved: Resolved, openers: Openers) -> DoctorReport:
         checks += [*check_reach(resolved), *check_privacy(resolved.config), *_examine_seal(openers)]
         checks += [*check_transport(resolved.config), *check_login(resolved.config)]
     if by_agent:
-        checks += _other_stores(resolved, agent) or _examine_beside(resolved, openers)
+        checks += _examine_beside(resolved, openers, _other_stores(resolved, agent))
     checks.append(check_engine())
     return DoctorReport(
         verdict=verdict(checks),
@@ -154,27 +163,32 @@ def _examine_stores(resolved: Resolved, openers: Openers) -> list[Check]:
 
 
 def _other_stores(resolved: Resolved, agent: Sequence[Check]) -> list[Check]:
-    """A warning if the settings of this command name another bulk store than the agent's."""
-    stores = [one.detail for one in agent if (one.area, one.name) == ("bulk", "by the agent")]
-    own, used = resolved.config.public()["bulk_url"], "".join(stores).partition(": ")[0]
-    if resolved.sources["bulk_url"] == "default" or used in ("", own):
-        return []
-    detail = f"the agent uses {used}, and this command's bulk_url is {own}"
-    fix = "set bulk_url and index_url as for the agent, or leave both unset"
-    return [Check("agent", "other stores", "warning", detail, fix)]
+    """A warning if the settings of this command name other stores than the agent uses."""
+    own, checks = resolved.config.public(), list[Check]()
+    for one in agent:
+        name, used = f"{one.area}_url", one.detail.partition(": ")[0].rstrip("/")
+        is_set = resolved.sources.get(name, "default") != "default"
+        if one.name == "by the agent" and is_set and used != own[name].rstrip("/"):
+            detail = f"{name} is {own[name]} here, and {used} for the agent"
+            fix = f"set {name} as for the agent, or leave it unset"
+            checks.append(Check("agent", "other stores", "warning", detail, fix))
+    return checks
 
 
-def _examine_beside(resolved: Resolved, openers: Openers) -> list[Check]:
+def _examine_beside(
+    resolved: Resolved, openers: Openers, other_stores: Sequence[Check]
+) -> list[Check]:
     """What an agent does not say of its stores: read with the settings of this command if they name
     the stores, otherwise named as not checked. A failure is the command's own, not the agent's."""
-    config, checks = resolved.config, list[Check]()
+    config, checks = resolved.config, [*other_stores]
     left = ["reach", "privacy", "sealing keys", "transport", "login"]
-    if config.agent == "auto" or resolved.sources["bulk_url"] != "default":
+    is_named = resolved.sources["bulk_url"] != "default" and not other_stores
+    if config.agent == "auto" or is_named:
         found = _probed("bulk", openers.bulk, lambda b: _examine_contents(b, openers, config.ttl_s))
         found += _examine_server(openers)
         if config.index_url != "bulk:":
             found += _examine_match(openers, config.quota_bytes)
-        checks = [replace(c, status="not checked") if c.status in BAD else c for c in found]
+        checks += [replace(c, status="not checked") if c.status in BAD else c for c in found]
     else:
         left += ["admission orders", "earlier formats", "lifecycle rules", "server of the index"]
         left.append("whether index and bucket match")
@@ -191,14 +205,20 @@ def _examine_contents(bulk: ReadStore, openers: Openers, ttl_s: int) -> list[Che
 
 
 def _examine_match(openers: Openers, quota_bytes: int) -> list[Check]:
-    """A warning for each tenant whose quota stops saves, or if the bulk store has none of the
-    namespaces in the index. The reverse is no fault: all records may have expired."""
+    """A warning for each tenant whose quota stops saves, or if either side has nothing of what the
+    other has."""
     try:
         with closing(openers.bulk()) as bulk, closing(openers.index()) as index:
-            found = [one for one in list_namespaces(bulk, index) if one.payloads > 0]
-            recorded = {one.namespace for one in found}
+            usage = [one for one in index.usage() if one.payloads > 0]
+            recorded = {one.namespace for one in usage}
+            if not recorded and (stored := payload_namespaces(bulk)):
+                detail = f"the index has no records, and the bulk store {len(stored)} "
+                detail += f"{noun(len(stored), 'namespace')} with payloads"
+                return [Check("index", "match", "warning", detail, _LOST_FIX)]
             if not recorded or recorded.intersection(stored_namespaces(bulk)):
-                return list(_full_tenants(found, quota_bytes))
+                if 100 * sum(one.nbytes for one in usage) < FULL_PERCENT * quota_bytes:
+                    return []
+                return list(_full_tenants(list_namespaces(bulk, index), quota_bytes))
     except ObjkvError as exc:
         return [Check("index", "match", "not checked", str(exc))]
     count = len(recorded)
@@ -215,8 +235,10 @@ def _full_tenants(found: Sequence[NamespaceSummary], quota_bytes: int) -> Iterat
         is_full = 100 * one.nbytes >= FULL_PERCENT * quota_bytes
         if quota_bytes and is_full and one.tenant is not None:
             used = 100 * one.nbytes // quota_bytes
-            detail = f"tenant {one.tenant} uses {used} %, and saves stop at {FULL_PERCENT} %"
-            fix = "objkv sweep --apply evicts what is not pinned; or raise quota_bytes"
+            detail = (
+                f"tenant {one.tenant} uses {used} % of its quota; saves stop at {FULL_PERCENT} %"
+            )
+            fix = "objkv sweep --apply evicts the least used prefixes that are not pinned"
             yield Check("index", "quota", "warning", detail, fix)
 
 
@@ -241,8 +263,7 @@ def _examine_switches(bulk: ReadStore) -> list[Check]:
     try:
         orders = [one for one in read_switches(bulk) if one.until_s > time.time()]
     except PayloadError as exc:
-        fix = "give an order again, or end it with objkv admission clear"
-        return [Check("bulk", "admission", "warning", str(exc), fix)]
+        return [Check("bulk", "admission", "warning", str(exc))]
     except ObjkvError as exc:
         return [failure("bulk", "admission", exc)]
     return [

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Final
 
 from objkv.cache.pins import read_pins
+from objkv.cache.quota import FULL_PERCENT
 from objkv.keys.identity import identity_path
 from objkv.ops.backends_view import BackendsView, StoredPayload, record_keys, with_records
 from objkv.ops.inventory.file import Inventory, Slice
@@ -179,15 +180,14 @@ class Sweep:
 
     def quotas(self, quota_bytes: int) -> Iterator[Unit]:
         """Evict the ends of the least used prefixes of tenants, down to ``SWEPT_PERCENT`` of their
-        quota. Holds all chunks of a tenant in memory, about 400 bytes each. Counts tenants that
-        pins keep above that as ``full``."""
+        quota. Holds all chunks of a tenant in memory, about 400 bytes each. Finds tenants for
+        whom pins alone stop saves as ``full``."""
         if not quota_bytes:
             return
-        room = quota_bytes * SWEPT_PERCENT // 100
         for tenant in sorted({t for t in map(self._tenant, self._scope.namespaces) if t}):
-            yield Unit(partial(self._quota, tenant, room))
+            yield Unit(partial(self._quota, tenant, quota_bytes))
 
-    def _quota(self, tenant: str, room: int, counters: Counters, check: Check) -> None:
+    def _quota(self, tenant: str, quota_bytes: int, counters: Counters, check: Check) -> None:
         homes: dict[bytes, str] = {}
         candidates: list[Candidate] = []
         for name in self._scope.namespaces:
@@ -198,12 +198,13 @@ class Sweep:
                     candidates.append(Candidate(*(*values, is_pinned)))
                     homes[values[0]] = name
         left = sum(one.nbytes for one in candidates)
+        room = quota_bytes * SWEPT_PERCENT // 100
         for one in choose(candidates, free_bytes=left - room, now_s=self._clock()):
             check()
             self._evict(homes[one.prefix_hash], one, counters)
             left -= one.nbytes
-        if left > room:  # only pinned chunks, and those before them, are left
-            counters.counts["full"] += 1
+        if 100 * left >= FULL_PERCENT * quota_bytes:  # pinned chunks, and those before them
+            counters.find("full", tenant, left)
 
     def _evict(self, name: str, chosen: Candidate, counters: Counters) -> None:
         [record] = self._view.index.lookup(name, [chosen.prefix_hash])
