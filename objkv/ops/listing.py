@@ -25,7 +25,6 @@ from objkv.ops.inventory.file import Inventory
 from objkv.ops.inventory.walk import WalkScope, is_fan
 from objkv.stores.base import ReadStore
 
-
 _NAMESPACES_MAX: Final = 100
 
 
