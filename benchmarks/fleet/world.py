@@ -64,7 +64,7 @@ class Host:
         self.reads = Lane()
         """From the disk."""
         recorder, clock = NullRecorder(), lambda: world.now_s
-        self.breaker = Breaker("index", "read", BreakerLimits(), recorder, lambda _: None, clock)
+        self.breaker = Breaker("index", "read", BreakerLimits(), recorder, logs=False, clock=clock)
         self.breaker.draw = world.rng.random
 
 

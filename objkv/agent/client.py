@@ -20,7 +20,7 @@ import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from itertools import chain
+from itertools import chain, repeat
 from pathlib import Path
 from threading import Event, Lock
 from time import monotonic
@@ -211,8 +211,7 @@ class AgentConnection:
         deadline_ms = int(min(max(1.0, 1000 * deadline_s), DEADLINE_MS_MAX))
         answer = self._call(pack_open_request(OpenRequest(urgency, deadline_ms, wanted)))
         opened = self._read(unpack_opened, answer, len(wanted))
-        board = self.arena.board
-        return [lease_of(one, board) for one in opened]
+        return list(map(lease_of, opened, repeat(self.arena.board)))
 
     def release(self, leases: Sequence[int]) -> None:
         """End leases, at most ``RELEASE_MAX``. The memory may change from now on."""

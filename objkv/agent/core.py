@@ -208,8 +208,9 @@ class FoundRecords:
                 if shards is not None:
                     new = _Answer(namespace, shards, end_s)
                     others = self._by_chunk.pop(prefix_hash, ())
-                    kept = [one for one in others if not _replaces(new, one)]
-                    self._by_chunk[prefix_hash] = (new, *kept[: _ANSWERS_MAX - 1])
+                    if others:
+                        others = tuple(one for one in others if not _replaces(new, one))
+                    self._by_chunk[prefix_hash] = (new, *others[: _ANSWERS_MAX - 1])
             while len(self._by_chunk) > _CHUNKS_MAX:
                 self._by_chunk.popitem(last=False)
 

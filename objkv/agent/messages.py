@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import product
+from operator import attrgetter, itemgetter
 from typing import Final, NamedTuple
 
 from objkv.agent.memory.answers import FIELDS_MAX
@@ -331,10 +332,10 @@ def unpack_opened(message: bytes, count: int) -> list[OpenAnswer]:
     _expect(message, MessageKind.OPENED)
     if len(message) != 1 + count * _OPENED.size:
         raise ProtocolError(f"{len(message)} bytes for {count} payloads")
-    answers = [OpenAnswer(*one) for one in _OPENED.iter_unpack(message[1:])]
-    if not _ANSWERS.issuperset([one[:2] for one in answers]):
+    answers = list(map(OpenAnswer._make, _OPENED.iter_unpack(message[1:])))
+    if not _ANSWERS.issuperset(map(itemgetter(0, 1), answers)):
         raise ProtocolError("an answer in an unknown state")
-    if max([one.cell for one in answers]) >= CELLS:
+    if max(map(attrgetter("cell"), answers)) >= CELLS:
         raise ProtocolError("a cell that is not on the board")
     return answers
 

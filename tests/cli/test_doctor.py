@@ -66,6 +66,7 @@ def test_a_real_server_is_explained_and_its_refusals_too(
         assert checks["hot", "get range"]["status"] == "ok"
 
         place = server.url.removeprefix("redis://")
+        (tmp_path / "b").mkdir()
         ends = ("--index-url", f"redis://replica:pw@{place}", "--bulk-url", f"file://{tmp_path}/b")
         ran = run("doctor", "--json", *ends)
         assert (ran.code, ran.document["verdict"]) == (0, "ok")
