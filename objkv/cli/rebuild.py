@@ -109,5 +109,5 @@ def _show(run: Upkeep, found: Mapping[str, StoredNamespace], *, apply: bool) -> 
 
 
 def _left_out(found: Mapping[str, StoredNamespace]) -> list[StoredNamespace]:
-    """Return the namespaces of which nothing can be restored without their documents."""
+    """Return the namespaces that cannot be restored without their documents."""
     return [one for one in found.values() if not one.is_known]

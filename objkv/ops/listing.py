@@ -76,8 +76,8 @@ def list_namespaces(bulk: ReadStore, index: ReadIndex) -> list[NamespaceSummary]
 
 
 def payload_namespaces(bulk: ReadStore) -> list[str]:
-    """Return the namespaces of which the bulk store has payloads that are not of an earlier format,
-    of its first hundred. Lists each and reads its identity document."""
+    """Return the namespaces with payloads in the bulk store, of its first hundred, except those of
+    an earlier format. Lists each and reads its identity document."""
     return [
         name
         for name in stored_namespaces(bulk)[:_NAMESPACES_MAX]

@@ -73,7 +73,7 @@ class MatchReport:
     usable_tokens: int
     """Tokens of the longest prefix for which every group can be loaded, whatever the TP shape."""
     stored_chunks: int
-    """Chunks of which at least one payload is stored."""
+    """Chunks with at least one stored payload."""
     chunks: tuple[ChunkMatch, ...]
     """The whole chunks of the prompt. A last partial chunk is never stored."""
 

@@ -236,7 +236,7 @@ def _shares(columns: int, heads: int, held: Shard) -> list[Shard]:
 
 
 def _common_layers(shape: GroupShape, held: Shard) -> range:
-    """Return the layers of which a payload has something that the rank needs. If it cannot read how
+    """Return the layers that a payload has for the rank, in whole or in part. If it cannot read how
     the tokens are dealt, it still needs them, so that loading fails."""
     own = shape.rank_shard.shard
     sources = own.tokens.sources(held.tokens)

@@ -1,9 +1,9 @@
 """The arena: memory that the agent writes and replicas read, and the division of it into extents.
 
 It is a memfd: it has no name, needs no ``/dev/shm``, and lives as long as a process maps it. The
-agent maps it, then seals it: its size is fixed, and nobody else can map it writable. It begins with
-the board, the progress of payloads that are being filled. The rest holds payloads, each contiguous
-and beginning at a page.
+agent maps it, then seals it: its size is fixed, and no other process can map it writable. It begins
+with the board, the progress of payloads that are being filled. The rest holds payloads, each
+contiguous and beginning at a page.
 """
 
 import ctypes

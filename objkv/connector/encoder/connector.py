@@ -198,6 +198,7 @@ class ObjKVECConnector(ECConnectorBase):
 
     # Both.
 
+    @guarded(None)
     def get_ec_connector_stats(self) -> ObjKVECStats | None:
         """Return all numbers since the last call, on the scheduler's side only."""
         if self.role is not ECConnectorRole.SCHEDULER:

@@ -181,6 +181,7 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         """True: the cache is unregistered before its memory is unmapped. For vLLM 0.33."""
         return True
 
+    @guarded(None)
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Receive the step's plan, before the forward pass. See the base class."""
         super().bind_connector_metadata(connector_metadata)

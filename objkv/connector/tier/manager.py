@@ -215,6 +215,7 @@ class ObjKVTier(SecondaryTierManager):
 
     # Jobs.
 
+    @guarded(None)  # a job that was begun ends at its deadline
     def submit_store(self, job_metadata: "TransferJob") -> None:
         """Save rows that are not stored, in the background. A reader saves nothing."""
         saves = self._begin(self._saves, job_metadata)
@@ -224,6 +225,7 @@ class ObjKVTier(SecondaryTierManager):
         elif saves and not self._lookups.submit(partial(self._save_new, saves)):
             self._save(saves)
 
+    @guarded(None)
     def submit_load(self, job_metadata: "TransferJob") -> None:
         """Load chunks that were found into rows, in the background. Each may fail by itself."""
         loads = []

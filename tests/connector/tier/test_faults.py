@@ -132,6 +132,20 @@ def test_a_slow_save_ends_at_its_deadline_and_frees_its_rows(world: World) -> No
     world.gate.set()
 
 
+def test_a_bug_in_a_submission_ends_its_job_and_reaches_no_engine(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def bug(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    engine = world.engine({"save_deadline_ms": 50})
+    monkeypatch.setattr(engine.tier, "_save", bug)
+    monkeypatch.setattr(engine.tier._lookups, "submit", bug)
+    engine.compute(engine.begin(), {offload_key(1): row(1)})
+    engine.settle()
+    assert engine.counted("save_deadlines") == 1
+
+
 def test_a_tier_without_its_agent_misses_and_drops(world: World) -> None:
     writer, reader = world.engine(), world.engine()
     writer.save(1)
