@@ -23,13 +23,13 @@ def examples() -> Iterator[str]:
         if ">>> " not in path.read_text():  # not imported
             continue
         module = import_module(name_of(path).removesuffix(".py").replace("/", "."))
-        told: list[str] = []
+        lines: list[str] = []
         runner = doctest.DocTestRunner()
         for test in doctest.DocTestFinder(exclude_empty=True).find(module):
-            if runner.run(test, out=told.append).failed:
+            if runner.run(test, out=lines.append).failed:
                 line = (test.lineno or 0) + 1
-                yield f"{name_of(path)}:{line}: mend the example\n{''.join(told)}"
-                told.clear()
+                yield f"{name_of(path)}:{line}: mend the example\n{''.join(lines)}"
+                lines.clear()
 
 
 def guarantees() -> Iterator[str]:
@@ -48,9 +48,9 @@ def names() -> Iterator[str]:
     if f'"{window}"' not in (ROOT / "pyproject.toml").read_text():
         yield f"pyproject.toml:1: the extra vllm is not {window}, which objkv doctor accepts"
     page = (ROOT / "docs" / "operations" / "upgrade.md").read_text()
-    told = re.findall(r"^\| (\d+\.\d+) \| yes \|", page, re.MULTILINE)
-    if told != [f"{major}.{minor}" for minor in range(least, end)]:
-        yield f"docs/operations/upgrade.md:1: vLLM {', '.join(told)} instead of {window}"
+    versions = re.findall(r"^\| (\d+\.\d+) \| yes \|", page, re.MULTILINE)
+    if versions != [f"{major}.{minor}" for minor in range(least, end)]:
+        yield f"docs/operations/upgrade.md:1: vLLM {', '.join(versions)} instead of {window}"
 
 
 def pages() -> Iterator[str]:
