@@ -111,10 +111,6 @@ gpu: $(STAMP) ## run the device's scenarios, and measure its loads and saves (SI
 gpu-engine: $(STAMP) ## run a real engine on this machine's GPU, without objkv and with it (CPU=1: on the CPU)
 	@$(BIN)/python -m scripts.gpu_engine $(if $(CPU),--cpu) $(ARGS)
 
-.PHONY: gpu-engine-bundle
-gpu-engine-bundle: $(STAMP) ## build what `make gpu-engine` needs on a GPU machine without a network
-	@$(BIN)/python -m scripts.gpu_engine.bundle .cache/gpu-engine
-
 .PHONY: bench
 bench: $(STAMP) ## measure transfers on this machine (others: benchmarks/README.md)
 	@$(BIN)/python -m benchmarks.transfers $(ARGS)

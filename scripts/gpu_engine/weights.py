@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from vllm.model_executor.model_loader import DummyModelLoader, register_model_loader
 
-FORMAT = "gpu-engine"
-
 
 @register_model_loader("dummy")
 class RandomWeights(DummyModelLoader):  # type: ignore[misc]
