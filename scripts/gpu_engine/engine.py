@@ -64,7 +64,7 @@ def prompt(length: int, name: object, question: int = 0) -> ReplicaPrompt:
 
 
 def arguments_of(job: Job) -> dict[str, Any]:
-    """Return the arguments of ``vllm.LLM``, with a model that has no files but its configuration."""
+    """Return the arguments of ``vllm.LLM``, with a model without files of weights."""
     shape, kv_cache_bytes = SHAPES[job.shape]
     longest = max(job.lengths) + 2048
     model = job.folder / "model"
