@@ -20,7 +20,7 @@ _REPLICAS_OWN: Final = frozenset(
         *("agent", "chunk_tokens", "load_mode", "save_decode", "model_id"),
         *("weights_epoch", "weights_digest", "vllm_patches", "pinned_bytes_max", "store_tokens"),
         *("lookup_deadline_ms", "load_deadline_ms", "step_load_deadline_ms", "save_deadline_ms"),
-        *("encoder_deadline_ms", "drain_deadline_ms", "admission", "at_start", "agent_verify"),
+        *("drain_deadline_ms", "admission", "at_start", "agent_verify"),
     }
 )
 """Settings that replicas of one agent may have different."""

@@ -205,13 +205,12 @@ class Config(BaseModel):
     """Price of one GPU for an hour, in US dollars. Prices decide ``save_to_bucket`` ``auto``."""
 
     lookup_deadline_ms: int = Field(default=500, ge=1)
-    """A lookup that takes longer is a miss."""
+    """A lookup that takes longer is a miss. An encoder output, which is fetched when it is looked
+    up, has twice that: then the replica encodes the image itself."""
     load_deadline_ms: int = Field(default=30_000, ge=1)
     """A load that takes longer is a miss: the model computes the rest."""
     step_load_deadline_ms: int = Field(default=5_000, ge=1)
     """Deadline of a load within a step, which blocks every request of the replica."""
-    encoder_deadline_ms: int = Field(default=1_000, ge=1)
-    """If loading an encoder output takes longer, the replica encodes the image itself."""
     save_deadline_ms: int = Field(default=60_000, ge=1)
     """A save that takes longer is dropped."""
     drain_deadline_ms: int = Field(default=10_000, ge=0)

@@ -26,7 +26,7 @@ _WORDS = 1000
 _PIXELS = 64
 CONNECTOR = "ObjKVECConnector"
 PATIENT = {
-    "encoder_deadline_ms": 300_000,
+    "lookup_deadline_ms": 150_000,
     "save_deadline_ms": 600_000,
     "drain_deadline_ms": 120_000,
 }

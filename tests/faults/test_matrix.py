@@ -68,8 +68,8 @@ OTHERS = {"codec": "none", "drain_deadline_ms": 1_000}
 PATIENCE_S = 60.0
 _LOADS = {"load_deadline_ms": 2_000, "step_load_deadline_ms": 2_000, "save_deadline_ms": 2_000}
 HURRIED: dict[str, dict[str, int]] = {
-    "s3-stalled": _LOADS | {"encoder_deadline_ms": 2_000},
-    "redis-stalled": _LOADS | {"lookup_deadline_ms": 500, "encoder_deadline_ms": 2_000},
+    "s3-stalled": _LOADS,
+    "redis-stalled": _LOADS | {"lookup_deadline_ms": 500},
 }
 """How long they wait where nothing comes."""
 FULL = {"arena_bytes": CHUNKS * PAYLOAD_BYTES}

@@ -92,7 +92,7 @@ class EncoderFetcher:
         clock: Callable[[], float] = monotonic,
     ) -> None:
         """``reader``: on the same clock; ``close`` closes it. None: outputs are looked up only.
-        ``config``: its ``encoder_deadline_ms`` is for an output. ``held_bytes_max``: memory for
+        ``config``: an output has twice its ``lookup_deadline_ms``. ``held_bytes_max``: memory for
         outputs that are held or fetched, without one copy of an output that is not needed any
         more."""
         self._index, self._reader = index, reader
@@ -180,7 +180,7 @@ class EncoderFetcher:
     def _fetch(self, owner: str, outputs: Iterable[EncoderOutput]) -> bool:
         """Fetch what no other request needs, once there is memory for all of it; False until then.
         What exceeds all memory is treated as missing, and everything after the deadline."""
-        now, wait_s = self._clock(), self._config.encoder_deadline_ms / 1000
+        now, wait_s = self._clock(), 2 * self._config.lookup_deadline_ms / 1000
         deadline = self.queue.setdefault(owner, now + wait_s)
         is_late = now >= deadline
         fits, nbytes = set[EncoderOutput](), 0

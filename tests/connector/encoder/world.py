@@ -54,7 +54,7 @@ class Limits:
         return Config(
             bulk_url="file:///nowhere",
             index_url="sqlite:///nowhere",
-            encoder_deadline_ms=round(1000 * self.deadline_s),
+            lookup_deadline_ms=round(500 * self.deadline_s),
             save_deadline_ms=round(1000 * self.save_deadline_s),
             drain_deadline_ms=round(1000 * ANSWERS_S),
         )
