@@ -106,5 +106,7 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
+    except httpx.HTTPStatusError as exc:
+        sys.exit(f"{exc.request.url}: {exc.response.text}")
     except httpx.TransportError as exc:
         sys.exit(f"{exc.request.url}: {exc}; is vllm serve running there, and its port open?")
