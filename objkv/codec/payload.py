@@ -13,12 +13,9 @@ from itertools import pairwise
 
 from objkv.codec.compress import CODECS, Buffer, compress, decompress_into
 from objkv.codec.header import (
-    HEADER_BYTES_MAX,
     bytes_max,
     checksum_of,
-    claim_in,
     form_of,
-    header_bytes_needed,
     parse_known,
     plain_frames,
     read_header,
@@ -28,7 +25,6 @@ from objkv.codec.seal import Seal, Sealing, proof_of
 from objkv.codec.values import (
     ENCRYPTED,
     LAYER_BYTES_MAX,
-    RAW_BYTES_MAX,
     Claim,
     Frame,
     FramePosition,
@@ -36,10 +32,12 @@ from objkv.codec.values import (
     Header,
     LayerSpec,
     Provenance,
-    check_layers,
     digest,
 )
 from objkv.errors import PayloadError
+
+# What other programs may use, see docs/operations/upgrade.md.
+__all__ = ["Claim", "LayerSpec", "Provenance", "encode", "read_header"]
 
 
 def encode(
@@ -166,33 +164,6 @@ def payload_bytes_max(layers: Sequence[LayerSpec], *, tokens: int = 0) -> int:
 def _view(buffer: Buffer) -> memoryview:
     view = memoryview(buffer)
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
-
-
-__all__ = [
-    "CODECS",
-    "HEADER_BYTES_MAX",
-    "LAYER_BYTES_MAX",
-    "RAW_BYTES_MAX",
-    "Buffer",
-    "Claim",
-    "Header",
-    "LayerSpec",
-    "Provenance",
-    "check_frames",
-    "check_layers",
-    "claim_in",
-    "digest",
-    "encode",
-    "encode_in_place",
-    "frame_pages",
-    "header_bytes_needed",
-    "header_room",
-    "payload_bytes_max",
-    "plain_header",
-    "read_claimed",
-    "read_header",
-    "recode",
-]
 
 
 def read_claimed(

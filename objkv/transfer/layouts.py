@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from objkv.codec.payload import Claim, Header, LayerSpec, check_layers, read_claimed
+from objkv.codec.payload import read_claimed
+from objkv.codec.values import Claim, Header, LayerSpec, check_layers
 from objkv.errors import ObjkvError, PayloadError
 from objkv.keys.states import part_names
 from objkv.keys.topology import Shard, TokenPart, frame_name

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from objkv.codec.join import PartPosition
-from objkv.codec.payload import LayerSpec
+from objkv.codec.values import LayerSpec
 from objkv.errors import ConfigError
 from objkv.keys.states import PartView, part_names
 from objkv.keys.topology import RankShard, Shard, frame_name

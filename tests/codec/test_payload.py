@@ -12,27 +12,18 @@ import safetensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from objkv.codec.compress import compress
-from objkv.codec.header import render
+from objkv.codec.compress import CODECS, compress
+from objkv.codec.header import HEADER_BYTES_MAX, header_bytes_needed, read_header, render
 from objkv.codec.payload import (
-    CODECS,
-    HEADER_BYTES_MAX,
-    Claim,
-    Frame,
-    Header,
-    LayerSpec,
-    Provenance,
     check_frames,
     encode,
     encode_in_place,
     frame_pages,
-    header_bytes_needed,
     header_room,
     payload_bytes_max,
-    read_header,
 )
 from objkv.codec.seal import Seal
-from objkv.codec.values import digest
+from objkv.codec.values import Claim, Frame, Header, LayerSpec, Provenance, digest
 from objkv.errors import PayloadError
 from objkv.keys.topology import Shard
 from tests.codec.payloads import (

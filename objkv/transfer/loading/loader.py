@@ -24,8 +24,8 @@ from objkv.agent.memory.arena import CellState, Progress
 from objkv.agent.messages import MissReason, Urgency
 from objkv.background import Alarm, join_all
 from objkv.codec.header import identities
-from objkv.codec.payload import Claim, Header, frame_pages
-from objkv.codec.values import CHUNK_AT
+from objkv.codec.payload import frame_pages
+from objkv.codec.values import CHUNK_AT, Claim, Header
 from objkv.errors import PayloadError, TransferError
 from objkv.telemetry import Recorder
 from objkv.tracing import NO_SPAN, NO_TRACING, Span, Tracing
