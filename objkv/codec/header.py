@@ -198,8 +198,7 @@ def check_parts(text: bytes | bytearray) -> None:
 
 
 def load_object(text: bytes | bytearray) -> dict[str, Any]:
-    """Parse the JSON object ``text``, which must be ASCII without duplicate names. Raises
-    ``PayloadError``."""
+    """Parse ASCII ``text``, an object without duplicate names. Raises ``PayloadError``."""
     check_parts(text)
     try:
         document = json.loads(text.decode("ascii"), object_pairs_hook=_unique)
@@ -218,8 +217,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def plain_frames(layers: Iterable[LayerSpec], checksums: Iterable[str]) -> list[Frame]:
-    """Return uncompressed, unsealed frames one after another, from offset 0 on. ``checksums``: of
-    the pages of each layer."""
+    """Return uncompressed, unsealed frames, one after another from offset 0 on, of these sums."""
     frames, offset = list[Frame](), 0
     for layer, checksum in zip(layers, checksums, strict=True):
         frames.append(Frame(layer, "none", offset, layer.nbytes, checksum, checksum))
@@ -449,8 +447,7 @@ class Form:
         return rendered[provenance.end() :].rstrip(b" ")
 
     def read(self, text: VerifiedText, claim: Claim) -> Header | None:
-        """Return the header in ``text``, or None if it does not have exactly this form and this
-        claim."""
+        """Return the header in ``text``, None unless it has exactly this form and this claim."""
         raw, total = text.raw, len(text.raw)
         opening = _opening(claim)
         if not raw.startswith(opening, LENGTH_BYTES):

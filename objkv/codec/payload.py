@@ -1,10 +1,9 @@
 """Payload format 2: one chunk of one group, or a part of it, as one immutable, self-describing
 safetensors file.
 
-Pure functions between values and bytes. Everything returned was verified: ``read_claimed`` checks
-header checksum and claim, and ``frame_pages`` each frame. The caller compares length and layers.
-For any bytes, reading raises ``PayloadError`` and nothing else. ``docs/format.md`` specifies the
-format.
+Pure functions. Everything returned was verified: ``read_claimed`` checks header checksum and claim,
+and ``frame_pages`` each frame. The caller compares length and layers. For any bytes, reading raises
+``PayloadError`` and nothing else. ``docs/format.md`` specifies the format.
 """
 
 from bisect import bisect_right
@@ -56,8 +55,7 @@ def encode(
 
 
 def recode(payload: memoryview, *, codec: str, seal: Seal | None) -> tuple[memoryview, Header]:
-    """Return an uncompressed, unsealed payload in another form, as ``encode`` does, and its
-    header."""
+    """Return an uncompressed, unsealed payload in another form, and its header."""
     header = read_header(payload)
     pages = payload[header.data_start : header.nbytes]
     return _encoded(header.claim, header.frames.layers, [pages], codec, header.provenance, seal)
@@ -156,8 +154,7 @@ def header_room(layers: tuple[LayerSpec, ...], *, tokens: int = 0) -> int:
 
 
 def payload_bytes_max(layers: Sequence[LayerSpec], *, tokens: int = 0) -> int:
-    """Return an upper bound of the length of a payload of ``layers`` in any codec, with ``tokens``
-    token ids: the size of a slab."""
+    """Return an upper bound of a payload's length in any codec: the size of a slab."""
     return bytes_max(layers, tokens) + sum(layer.nbytes for layer in layers)
 
 

@@ -35,9 +35,9 @@ _URGENT, _LEISURELY = -1, 0
 _STAGING_BYTES_MAX = 32 << 20
 """Device memory of a lane for pages that a kernel distributes. vLLM has not counted this."""
 _BATCH_BYTES_MIN = 28 << 10
-"""Smaller blocks are distributed by a kernel, because copy engines take about as long for each
-piece. Source: vLLM 0.32, ``THRESHOLD_BYTES`` in ``v1/kv_offload/cpu/swap_blocks_triton.py``,
-measured there on an H100."""
+"""Smaller blocks are distributed by a kernel: copy engines take about as long for each piece.
+Source: vLLM 0.32, ``THRESHOLD_BYTES`` in ``v1/kv_offload/cpu/swap_blocks_triton.py``, on an
+H100."""
 
 SEAM_BYTES: Final = 64 << 20
 """Copies end where the host's address is a multiple of this, so that memory may be page-locked in

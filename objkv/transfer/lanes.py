@@ -93,8 +93,7 @@ class PagedLayers:
     """Some layers of a paged cache, as lanes and kernels address them. vLLM owns the memory."""
 
     def __init__(self, caches: Sequence[torch.Tensor]) -> None:
-        """``caches``: ``[num_blocks, heads, block_size, content]`` integer words of each layer, in
-        any physical order."""
+        """``caches``: integer words of each layer, ``[num_blocks, heads, block_size, content]``."""
         self.caches = tuple(caches)
         self.nbytes = np.array([c[0].numel() * c.element_size() for c in self.caches], np.int64)
         """Bytes of one block of each layer, ``[layers]``."""
@@ -163,8 +162,7 @@ class PagedLayers:
         return stacks
 
     def frame_bytes(self, blocks: int, recast: Recast | None = None) -> Ints:
-        """Return the bytes of a frame of each layer, ``[layers]``: of ``blocks`` pages, or of what
-        ``recast`` reads."""
+        """Return the bytes of each layer's frame of ``blocks`` pages, or as ``recast`` reads it."""
         if recast is None:
             return blocks * self.nbytes
         count, heads, size = recast.frame

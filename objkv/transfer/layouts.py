@@ -36,8 +36,7 @@ class _Column:
     def __init__(
         self, group: PagedGroup, share: Shard, filled: range, read: tuple[LayerSpec, ...]
     ) -> None:
-        """``share``: what the column has. ``filled``: the rank's rows. ``read``: the frames that
-        fill them."""
+        """``share``: what it has. ``filled``: the rank's rows. ``read``: the frames for them."""
         own, shape = group.shape.rank_shard.shard, group.shape
         first, end = max(own.head_start, share.head_start), min(own.head_end, share.head_end)
         taken = (first - share.head_start, end - share.head_start)
@@ -122,8 +121,7 @@ class PayloadLayout:
         self.nbytes = data_start + int(sizes.sum())
         starts, sizes = (x.reshape(-1, columns) for x in (data_start + offsets_of(sizes), sizes))
         self.starts = starts[:, self._first]
-        """Where what is read of each row of a payload starts in it, ``[rows of the payload]``: a
-        span of consecutive frames."""
+        """Where what is read of each row starts in a payload, ``[rows]``: consecutive frames."""
         self.sizes = starts[:, self._last] + sizes[:, self._last] - self.starts
         """Bytes of each span."""
         rows = slice(self.rows.start, self.rows.stop)
@@ -272,8 +270,7 @@ def _is_dealt(group: PagedGroup, share: Shard) -> bool:
 
 
 def _tokens_of(group: PagedGroup, share: Shard) -> int:
-    """Return how many tokens a frame of a share has. Raises ``PayloadError`` if they cannot be
-    divided so."""
+    """Return how many tokens a frame of a share has. Raises ``PayloadError`` if none can."""
     shape = group.shape
     own = shape.rank_shard.shard.tokens
     tokens, rest = divmod(shape.blocks * shape.block_size * own.size, share.tokens.size)

@@ -62,8 +62,7 @@ class GroupShape:
     heads: int = 0
     """Heads over all ranks. 0: this rank has all heads."""
     divisible: bool = False
-    """Whether tokens can be moved into blocks of another size: pages are canonical, and the group
-    keeps all tokens."""
+    """Whether blocks may have another size: pages are canonical, and no token is left out."""
     payload: Shard | None = None
     """What the payloads have that the rank writes, alone or with others. None: all of the group."""
     joined: int = 1

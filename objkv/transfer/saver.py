@@ -81,8 +81,7 @@ class _Step:
     """What its copies follow."""
     deadline: float
     is_submitted: bool = False
-    """Whether no copy will be submitted of what is handed over. Guarded by ``Saver._changed``, as
-    the next one."""
+    """Whether no copy follows of what is handed over. Guarded, as the next one, by a lock."""
     is_dropped: bool = False
     """Whether nothing is handed over, because a fence did not wait. Then it counts as submitted."""
     mark: Mark | None = None
@@ -131,8 +130,7 @@ class Saver:
 
     def gather(self, plans: Sequence[SavePlan]) -> None:
         """Queue this step's plans, after the forward pass was launched. Never waits. The blocks
-        must not change until ``left_device`` returns True for their request, or ``fence`` was
-        called."""
+        must not change until ``left_device`` is True for their request, or ``fence`` was called."""
         if not plans:
             return
         try:
@@ -185,9 +183,9 @@ class Saver:
         return self._gathers.drain(deadline_s) and self._saves.drain(max(0.0, end - monotonic()))
 
     def close(self, drain_deadline_s: float) -> None:
-        """Drain within the bound, then stop. Remaining chunks are dropped. No block is read
-        afterwards, unless the device still copies a second after the bound. The slabs of those
-        copies are never reused."""
+        """Drain within the bound, then stop. What remains is dropped. No block is read afterwards,
+        unless the device still copies a second later. The slabs of those copies are never
+        reused."""
         end = self._clock() + drain_deadline_s
         self._gathers.drain(drain_deadline_s)
         join_s = max(0.0, end - self._clock()) + COPIES_S
@@ -203,9 +201,8 @@ class Saver:
             logger.warning("a save is still being handed over at shutdown")
 
     def _copies_end(self, until: float) -> bool:
-        """Poll until all copies that were submitted are done: blocks and slabs may be unmapped
-        next. CUDA has no wait with a timeout. Returns False if the time ``until`` comes first, or
-        if the device fails."""
+        """Poll until all submitted copies are done: blocks and slabs may be unmapped next, and CUDA
+        has no wait with a timeout. Returns False at the time ``until``, or if the device fails."""
         try:
             mark = self._lane.mark()
             while not mark.done():
