@@ -110,14 +110,13 @@ class CudaRuntime:
 
     def attribute(self, number: int) -> int:
         """Return an attribute of the current device, 0 if this version does not know it."""
-        device, value = ctypes.c_int(0), ctypes.c_int(0)
-        error = self._library.cudaGetDevice(ctypes.byref(device))
-        if not error:
-            get = self._library.cudaDeviceGetAttribute
-            error = get(ctypes.byref(value), ctypes.c_int(number), device)
-        if error:
+        device, value, library = ctypes.c_int(0), ctypes.c_int(0), self._library
+        if library.cudaGetDevice(ctypes.byref(device)) or library.cudaDeviceGetAttribute(
+            ctypes.byref(value), ctypes.c_int(number), device
+        ):
             self.clear()
-        return 0 if error else value.value
+            return 0
+        return value.value
 
 
 class CudaDriver(DeviceDriver):
@@ -327,11 +326,8 @@ class DeviceLane(Lane):
             layers_max = max(1, _STAGING_BYTES_MAX // each)
             at_once = max(1, layers_max // len(run))
             for first in range(0, count, at_once):
-                for layer in range(run.start, run.stop, layers_max):
-                    yield (
-                        slice(first, first + at_once),
-                        range(layer, min(layer + layers_max, run.stop)),
-                    )
+                for layer in range(0, len(run), layers_max):
+                    yield slice(first, first + at_once), run[layer : layer + layers_max]
 
     def _copy(self, copies: _Copies, *, to_device: bool) -> None:
         ours, theirs, nbytes = map(torch.from_numpy, copies)

@@ -83,11 +83,7 @@ class PayloadLayout:
     """The frames of some payloads, and which of them belong where in one rank's pages."""
 
     def __init__(
-        self,
-        group: PagedGroup,
-        shard: Shard | None,
-        found: tuple[LayerSpec, ...],
-        data_start: int,
+        self, group: PagedGroup, shard: Shard | None, found: tuple[LayerSpec, ...], data_start: int
     ) -> None:
         """``shard``: what the payloads have of the group, None for all. ``found``: their frames,
         from ``data_start`` on. Raises ``PayloadError`` if those are not such payloads'."""
@@ -180,7 +176,7 @@ class PayloadLayouts:
     def __init__(self, groups: Mapping[int, PagedGroup]) -> None:
         self._groups = groups
         self.of = lru_cache(_KEPT_MAX)(self._shape)
-        self._layout = lru_cache(_KEPT_MAX)(self._checked)
+        self._layout = lru_cache(_KEPT_MAX)(PayloadLayout)
 
     def _shape(self, source: Source) -> SourceShape:
         """Return the shape of payloads of a source."""
@@ -197,16 +193,12 @@ class PayloadLayouts:
     def read(self, payload: memoryview, claim: Claim) -> tuple[Header, PayloadLayout]:
         """Return the header of an uncompressed payload, and its layout. Raises ``PayloadError`` if
         the payload is not what the claim says, and ``ForeignLayoutError``."""
-        source, nbytes = Source(claim.key.group, claim.key.shard), len(payload)
-        header = read_claimed(payload, claim, self._groups[source.group].layers)
+        group, nbytes = self._groups[claim.key.group], len(payload)
+        header = read_claimed(payload, claim, group.layers)
         if header.nbytes != nbytes or header.codec != "none":
             raise PayloadError(f"{nbytes} bytes in the arena, not {header.nbytes}")
-        return header, self._layout(source, header.frames.layers, header.data_start)
-
-    def _checked(
-        self, source: Source, found: tuple[LayerSpec, ...], data_start: int
-    ) -> PayloadLayout:
-        return PayloadLayout(self._groups[source.group], source.shard, found, data_start)
+        frames = header.frames.layers
+        return header, self._layout(group, claim.key.shard, frames, header.data_start)
 
 
 def row_bytes_max(group: PagedGroup) -> int:
