@@ -58,13 +58,7 @@ class _Column:
         assert given.tolist() == [layer.nbytes for layer in read]
 
     def scatter(
-        self,
-        lane: Lane,
-        rows: range,
-        memory: memoryview,
-        starts: Ints,
-        ids: Ints,
-        skipped: int,
+        self, lane: Lane, rows: range, memory: memoryview, starts: Ints, ids: Ints, skipped: int
     ) -> None:
         """Write the pages of some of the rows, ``skipped`` blocks of the rank after the first.
         ``starts``: where the rows' frames start in ``memory``, ``[n, rows]``."""
@@ -134,13 +128,7 @@ class PayloadLayout:
         return [row * self.columns + column for row in rows for column in columns]
 
     def scatter(
-        self,
-        lane: Lane,
-        rows: range,
-        memory: memoryview,
-        starts: Ints,
-        ids: Ints,
-        first_block: int,
+        self, lane: Lane, rows: range, memory: memoryview, starts: Ints, ids: Ints, first_block: int
     ) -> None:
         """Write the rank's part of some rows of ``n`` payloads into blocks.
 

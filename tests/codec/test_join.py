@@ -119,10 +119,7 @@ OTHERS = [
     replace(WHOLE, parent_hash=bytes(20)),
     replace(WHOLE, token_end=WHOLE.token_end + 1),
 ]
-TOLD = [
-    replace(PROVENANCE, token_digest="0" * 64),
-    replace(PROVENANCE, tokens=(1, 2)),
-]
+TOLD = [replace(PROVENANCE, token_digest="0" * 64), replace(PROVENANCE, tokens=(1, 2))]
 
 
 def test_a_part_of_another_chunk_or_of_other_tokens_is_refused() -> None:

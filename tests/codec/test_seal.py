@@ -24,15 +24,7 @@ from objkv.codec.payload import (
 from objkv.codec.seal import AesFrames, Seal, SealKey, keys_of, parse_keys
 from objkv.codec.values import FramePosition, scales_text
 from objkv.errors import PayloadError
-from tests.codec.payloads import (
-    CLAIM,
-    LAYERS,
-    PROVENANCE,
-    noise,
-    pages_of,
-    pages_read,
-    sample,
-)
+from tests.codec.payloads import CLAIM, LAYERS, PROVENANCE, noise, pages_of, pages_read, sample
 from tests.codec.seals import ENCRYPTER, SEALS, SIGNER
 from tests.support.payloads import open_payload
 
