@@ -117,8 +117,7 @@ def _stored_as(layer: LayerSpec, codec: str, nbytes: int) -> tuple[str, list[int
 
 
 def _read_frames(tensors: dict[str, Any], metadata: dict[str, str], data_start: int) -> Frames:
-    """Return the frames in order of their offsets, without gaps or overlaps. Raises
-    ``PayloadError`` for anything else."""
+    """Return the frames by their offsets. ``PayloadError`` if they overlap or leave a gap."""
     spans = sorted((_span(name, tensor), name) for name, tensor in tensors.items())
     if not spans:
         raise PayloadError("the payload has no layers")
@@ -306,8 +305,7 @@ def read_header(payload: Buffer, *, seal: Seal | None = None) -> Header:
 
 
 def verified_text(payload: Buffer, seal: Seal | None = None) -> VerifiedText:
-    """Return a copy of the header's text. Raises ``PayloadError`` unless its checksum matches, and
-    its signature if there is a ``seal``."""
+    """Return a copy of the header's text. ``PayloadError`` if checksum or signature are wrong."""
     total = header_bytes_needed(payload)
     if len(payload) < total:
         raise PayloadError(
@@ -517,8 +515,7 @@ _making = Lock()
 
 
 def claim_in(payload: Buffer) -> Claim | None:
-    """Return what an unsealed payload claims, unverified: ``parse_known`` takes it. None if it is
-    written in another way than ``render`` does."""
+    """Return an unsealed payload's claim, unverified, None unless written as by ``render``."""
     if (match := _CLAIM.match(payload, CHUNK_AT)) is None:
         return None
     with suppress(PayloadError):

@@ -90,8 +90,7 @@ def encode_in_place(
     provenance: Provenance,
     seal: Seal | None = None,
 ) -> tuple[memoryview, Header]:
-    """Build the payload in the buffer that holds its pages. Return it, and its header as
-    ``read_header`` would parse it.
+    """Build the payload in the buffer that holds its pages. Return it, and its header as read.
 
     ``buffer`` (writable, contiguous, format ``B``, owned by the caller) holds the raw pages of all
     layers in order, from byte ``header_room(layers, tokens=...)`` on. They are overwritten. The
@@ -236,9 +235,8 @@ def _check_stored(header: Header, index: int, stored: memoryview) -> None:
 
 
 def check_frames(header: Header, payload: Buffer, first: int = 0) -> int:
-    """Compare the checksums of all complete frames in ``payload``, which starts with the payload's
-    first byte, from ``first`` on, without decoding. Return the number of the first frame that is
-    incomplete. Raises ``PayloadError``."""
+    """Compare the checksums of all complete frames in the start of a payload, from ``first`` on,
+    without decoding. Return the first frame that is incomplete. Raises ``PayloadError``."""
     whole, frames = _view(payload), header.frames
     until = bisect_right(frames.ends, len(whole))
     for index in range(first, until):

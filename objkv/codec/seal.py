@@ -170,8 +170,7 @@ class Sealing:
         self, position: FramePosition, content: Buffer, raw_checksum: str | None, room: memoryview
     ) -> Frame:
         """Write a frame into ``room``, which is as long as ``content`` and may overlap it. Return
-        the frame, with offset 0. ``raw_checksum``: of the pages; None if ``content`` is the
-        pages."""
+        it, with offset 0. ``raw_checksum``: of the pages; None if they are ``content``."""
         cipher = self._cipher
         if cipher is None:
             checksum, proof = digest(content), "" if self.seal is None else proof_of(content)
@@ -321,7 +320,7 @@ class AesFrames:
 
 @cache
 def load_aes() -> Any:
-    """Return the library's names; imported only if there is an encryption key. Raises
+    """Return the library's names. Imported only if there is an encryption key; raises
     ImportError."""
     from cryptography.exceptions import InvalidTag
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes

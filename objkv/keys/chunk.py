@@ -77,8 +77,7 @@ class ChunkKey:
 
     @classmethod
     def read(cls, chunk_text: str, shard: str) -> "ChunkKey":
-        """Return the key of a ``chunk_text`` and a shard, empty if it has all. Raises
-        ValueError."""
+        """Return the key of a ``chunk_text`` and a shard, empty if all. Raises ValueError."""
         match = _CHUNK.fullmatch(chunk_text)
         if match is None:
             raise ValueError(f"invalid chunk: {chunk_text!r}")

@@ -51,8 +51,7 @@ each ``[n]`` int64 on the CPU, and whether sources may be read out of stream ord
 
 
 class DeviceDriver:
-    """The functions of a kind of device that ``torch.get_device_module`` lacks. This one is for any
-    device, by PyTorch's means alone."""
+    """What ``torch.get_device_module`` lacks of a device. This one is by PyTorch's means alone."""
 
     def __init__(self, device_type: str) -> None:
         self.kernels = page_kernels()
@@ -78,9 +77,8 @@ class DeviceDriver:
 
 
 _READ_ONLY_SUPPORTED, _USES_HOST_TABLES, _READ_ONLY = 113, 100, 8
-"""``cudaDevAttrHostRegisterReadOnlySupported``,
-``cudaDevAttrPageableMemoryAccessUsesHostPageTables`` and ``cudaHostRegisterReadOnly``. Source: CUDA
-13.0, ``driver_types.h``."""
+"""``cudaDevAttrHostRegisterReadOnlySupported``, ``cudaHostRegisterReadOnly``, and between them
+``cudaDevAttrPageableMemoryAccessUsesHostPageTables``. Source: CUDA 13.0, ``driver_types.h``."""
 
 
 class CudaRuntime:

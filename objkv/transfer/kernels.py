@@ -67,9 +67,8 @@ _ACTIONS = ("gather", "scatter", "recast")
 
 
 class _Form(NamedTuple):
-    """The layout of a layer. A constant of the compiled kernels: divisions by ``size`` and
-    ``content`` become multiplications, and the compiler knows which words are adjacent, so that it
-    combines their loads and stores."""
+    """The layout of a layer, a constant of the compiled kernels: divisions become multiplications,
+    and the compiler, which knows what words are adjacent, combines their loads and stores."""
 
     block: int
     """Strides in words, also ``head``, ``token`` and ``word``."""

@@ -119,8 +119,7 @@ class PagedLayers:
 
     @cached_property
     def runs(self) -> tuple[range, ...]:
-        """Ranges of consecutive layers with one shape, strides and dtype, which is almost always
-        all of them. Kernels take one range at a time."""
+        """Ranges of layers with one shape, strides and dtype, mostly one. Kernels take one each."""
         forms = [(c.shape, c.stride(), c.dtype) for c in self.caches]
         starts = [at for at in range(len(forms)) if not at or forms[at] != forms[at - 1]]
         return tuple(range(a, b) for a, b in pairwise([*starts, len(forms)]))
@@ -330,9 +329,8 @@ class Lane:
 def _moves(
     memory: memoryview, starts: Ints, layers: PagedLayers, ids: Ints, recast: Recast | None = None
 ) -> Iterator[tuple[Pages, Pages]]:
-    """Yield views of consecutive blocks of some layers, and of their pages in ``memory``, which
-    may be a copy if ``recast`` needs one, ``[layers, blocks, heads, block_size, content]``.
-    ``starts`` and ``ids``: see ``Lane.scatter``."""
+    """Yield views of consecutive blocks of some layers, and of their pages in ``memory``, or a copy
+    if ``recast`` needs one, ``[layers, blocks, heads, block_size, content]``."""
     count = ids.shape[1]
     firsts = run_starts(ids)
     lengths = np.diff(firsts, append=ids.size).tolist()

@@ -165,8 +165,7 @@ class PagedGroup:
         return (ids[..., None] * self.split + np.arange(self.split)).reshape(len(ids), -1)
 
     def clear(self, block_ids: Sequence[int]) -> None:
-        """Zero vLLM's blocks in all layers, in the order of the device's current stream. Raises
-        ``IndexError`` if one does not exist."""
+        """Zero vLLM's blocks in all layers, in stream order. IndexError if one does not exist."""
         ids = self.blocks(np.array([block_ids], np.int64))
         if ids.max() >= self.pages.blocks:
             raise IndexError(f"block {ids.max()} of {self.pages.blocks}")

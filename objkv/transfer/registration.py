@@ -193,8 +193,7 @@ class ArenaRegistration:
         self._arena = arena.view
 
     def detach(self, then: Callable[[], None]) -> None:
-        """Unlock the arena in the background, then call ``then``, which may unmap it. No copy from
-        it may be left."""
+        """Unlock the arena, from which no copy is left, in the background, then call ``then``."""
         self._ending, self.windows, self._arena = self.windows, None, None
         if self._ending is None:
             then()

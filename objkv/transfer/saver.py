@@ -81,7 +81,7 @@ class _Step:
     """What its copies follow."""
     deadline: float
     is_submitted: bool = False
-    """Whether no copy follows of what is handed over. Guarded, as the next one, by a lock."""
+    """Whether no copy will be submitted of what is handed over. ``Saver._changed`` guards it."""
     is_dropped: bool = False
     """Whether nothing is handed over, because a fence did not wait. Then it counts as submitted."""
     mark: Mark | None = None
@@ -184,8 +184,7 @@ class Saver:
 
     def close(self, drain_deadline_s: float) -> None:
         """Drain within the bound, then stop. What remains is dropped. No block is read afterwards,
-        unless the device still copies a second later. The slabs of those copies are never
-        reused."""
+        unless the device still copies a second later; those slabs are never reused."""
         end = self._clock() + drain_deadline_s
         self._gathers.drain(drain_deadline_s)
         join_s = max(0.0, end - self._clock()) + COPIES_S
@@ -317,8 +316,7 @@ class Saver:
         return failed
 
     def _save_all(self, step: _Step) -> None:
-        """Hand chunks over when their copies have ended. The thread polls: in the driver a device
-        that hangs would keep it for ever."""
+        """Hand chunks over after their copies. Polls: the driver would wait for a hung device."""
         self._target.send_drops()
         pause_s = _LOOK_S
         while step.mark is not None and not step.mark.done():

@@ -42,8 +42,7 @@ class Slab:
         """Where it starts in the pool's memory."""
 
     def release(self, after: Mark | None = None) -> None:
-        """Return the slab to its pool at once. ``after``: what may still use it, None if
-        nothing."""
+        """Return the slab to its pool. ``after``: what may still use it, None if nothing."""
         assert not self._released
         self._released = True
         self._pool.take_back(self.tensor, after)
