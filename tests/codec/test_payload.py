@@ -30,6 +30,7 @@ from tests.codec.payloads import (
     CLAIM,
     LAYERS,
     PROVENANCE,
+    claims_unlike,
     layer_lists,
     noise,
     pages_of,
@@ -101,20 +102,7 @@ def test_an_absurd_header_length_is_refused(length: int) -> None:
         header_bytes_needed(struct.pack("<Q", length))
 
 
-def other_claims() -> list[Claim]:
-    key = CLAIM.key
-    return [
-        replace(CLAIM, key=replace(key, namespace="ba" * 16)),
-        replace(CLAIM, key=replace(key, prefix_hash=b"\x03" * 20)),
-        replace(CLAIM, key=replace(key, group=1)),
-        replace(CLAIM, key=replace(key, shard=Shard(0, 3, 2, 4))),
-        replace(CLAIM, parent_hash=b"\x03" * 20),
-        replace(CLAIM, token_start=255),
-        replace(CLAIM, token_end=513),
-    ]
-
-
-@pytest.mark.parametrize("claim", other_claims())
+@pytest.mark.parametrize("claim", claims_unlike(CLAIM))
 def test_a_payload_that_claims_something_else_is_refused(claim: Claim) -> None:
     with pytest.raises(PayloadError, match="claims to be"):
         open_payload(sample("none"), claim, LAYERS)
