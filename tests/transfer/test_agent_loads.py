@@ -26,6 +26,7 @@ from tests.support.arenas import LossyConnection
 from tests.support.device import ON_HOST
 from tests.support.paged_cache import BLOCKS, HASHES, Replica, same_blocks
 from tests.support.waiting import PATIENCE_S, at_once, wait_until
+from tests.transfer.test_loader import watched
 from tests.transfer.test_saver import HungLane, HungMark
 
 pytestmark = ON_HOST
@@ -110,24 +111,17 @@ def test_a_thread_that_has_no_room_for_more_sleeps(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "_WINDOW_BYTES", 1)
-    gate, most = gated(world.node), [0]
-    waits, wait = list[float](), AgentConnection.wait
-
-    def watched(self: AgentConnection, seconds: float, also: Any) -> bool:
-        leased = world.reader.loader.link.leased  # type: ignore[attr-defined]
-        most[0] = max(most[0], leased)
-        if leased:
-            waits.append(seconds)
-        return wait(self, seconds, also)
-
-    monkeypatch.setattr(AgentConnection, "wait", watched)
-    world.reader.loader.submit(world.reader.load_plan(range(4), 1))
-    wait_until(lambda: len(waits) > 0)
+    gate, loader = gated(world.node), world.reader.loader
+    waits = watched(
+        monkeypatch, AgentConnection, "wait", lambda _, seconds, also: (loader.link.leased, seconds)
+    )
+    loader.submit(world.reader.load_plan(range(4), 1))
+    wait_until(lambda: any(leased for leased, _ in waits))
     gate.set()
     assert not world.reader.outcome().failed_blocks
     assert world.right()
-    assert min(waits) > 0
-    assert most == [1]
+    assert min(seconds for leased, seconds in waits if leased) > 0
+    assert max(waits)[0] == 1
 
 
 def test_a_step_goes_before_what_waits(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +236,6 @@ def test_no_memory_is_given_back_that_the_lane_still_reads(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, looks = threading.Event(), list[int]()
-    closed_at, close = list[int](), AgentConnection.close
 
     def passes_later() -> bool:
         looks.extend([1] * gate.is_set())
@@ -250,18 +243,12 @@ def test_no_memory_is_given_back_that_the_lane_still_reads(
 
     slow = reading(world, HungLane(HungMark(passes_later)))
     lost = slow.loader.link.agent
-
-    def watched(agent: AgentConnection) -> None:
-        if agent is lost:
-            closed_at.append(len(looks))
-        close(agent)
-
-    monkeypatch.setattr(AgentConnection, "close", watched)
+    closed = watched(monkeypatch, AgentConnection, "close", lambda agent: (agent, len(looks)))
     world.lose_agent()
     wait_until(lambda: slow.loader.link.agent is None)
     gate.set()
-    wait_until(lambda: bool(closed_at))
-    assert closed_at[0] >= 3
+    wait_until(lambda: lost in [agent for agent, _ in closed])
+    assert next(count for agent, count in closed if agent is lost) >= 3
     monkeypatch.undo()
     slow.close()
     world.restart()

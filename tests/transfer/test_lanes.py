@@ -15,6 +15,7 @@ from objkv.transfer.devices import DeviceLane, _whole_blocks, open_lane
 from objkv.transfer.lanes import Lane, PagedLayers, Recast, as_words
 from tests.support.device import ON_HOST, host_bytes
 from tests.support.paged_shapes import LAYOUTS
+from tests.transfer.test_loader import watched
 
 
 def test_a_device_lane_inherits_nothing_of_the_host_s() -> None:
@@ -37,14 +38,7 @@ def lane(device: torch.device) -> Lane:
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
     """What numpy copied to."""
-    copies, copyto = list[np.ndarray](), np.copyto
-
-    def counted(target: np.ndarray, source: np.ndarray) -> None:
-        copies.append(target)
-        copyto(target, source)
-
-    monkeypatch.setattr(np, "copyto", counted)
-    return copies
+    return watched(monkeypatch, np, "copyto", lambda target, source: target)
 
 
 @pytest.mark.parametrize("place", ["before", "between", "after"])
