@@ -24,7 +24,7 @@ from objkv.agent.memory.arena import (
 )
 from objkv.agent.messages import MissReason
 from objkv.agent.ranking import Ranking
-from objkv.codec.payload import Claim
+from objkv.codec.values import Claim
 from objkv.index.base import ShardRecord
 from objkv.telemetry import Recorder
 

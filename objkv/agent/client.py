@@ -71,7 +71,7 @@ from objkv.agent.messages import (
 )
 from objkv.agent.peers import connect_to
 from objkv.background import Alarm, ClosedError, Question, Steps, wait_for
-from objkv.codec.payload import Claim
+from objkv.codec.values import Claim
 from objkv.errors import ObjkvError, StoreError, StoreUnavailable, TransferError
 from objkv.index.base import Record, Savings, ShardRecords
 from objkv.index.fields import decode_shard, encode_shard

@@ -33,7 +33,7 @@ from objkv.agent.spill import Spill
 from objkv.background import join_all
 from objkv.cache.chunks import ChunkCache
 from objkv.cache.lookup import LOOKUP_TTL_S
-from objkv.codec.payload import Claim
+from objkv.codec.values import Claim
 from objkv.errors import ObjkvError, PayloadError, StoreError, ValueTooLong
 from objkv.index.base import ShardRecord, ShardRecords
 from objkv.keys.chunk import ChunkKey, payload_path

@@ -19,16 +19,9 @@ import numpy as np
 from objkv.agent.arena_cache import ArenaCache, CachedPayload
 from objkv.agent.messages import MissReason
 from objkv.cache.chunks import ChunkCache
-from objkv.codec.payload import (
-    Claim,
-    Header,
-    LayerSpec,
-    digest,
-    frame_pages,
-    header_bytes_needed,
-    plain_header,
-    read_claimed,
-)
+from objkv.codec.header import header_bytes_needed
+from objkv.codec.payload import frame_pages, plain_header, read_claimed
+from objkv.codec.values import Claim, Header, LayerSpec, digest
 from objkv.errors import PayloadError, TransferError
 from objkv.index.base import ShardRecord
 from objkv.stores.base import Arrived, copy_bytes

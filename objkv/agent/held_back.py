@@ -19,7 +19,7 @@ from typing import Final
 from objkv.agent.disk import Disk
 from objkv.agent.messages import HELD_BACK_MARK, MALFORMED, is_held_back
 from objkv.cache.chunks import shard_record
-from objkv.codec.payload import Claim, Header
+from objkv.codec.values import Claim, Header
 from objkv.errors import PayloadError
 from objkv.index.base import Record, ShardRecord, ShardRecords
 from objkv.index.fields import WrittenShards, decode_shard, encode_shard

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 from objkv.agent.memory.answers import FIELDS_MAX
 from objkv.agent.memory.arena import CELLS, CellState
 from objkv.codec.join import PartPosition
-from objkv.codec.payload import Claim
+from objkv.codec.values import Claim
 from objkv.errors import ObjkvError, TransferError
 from objkv.index.base import ShardRecord, ShardRecords
 from objkv.index.fields import SHARD_BYTES_MAX, WrittenShards

@@ -25,15 +25,8 @@ from objkv.agent.memory.arena import CellState, Progress
 from objkv.agent.messages import Claims, CommitStatus, MissReason, Urgency
 from objkv.agent.outbox import AgentSaves, Outbox, OutboxPayload
 from objkv.background import JOIN_S, Alarm, Pool, join_all, wait_for
-from objkv.codec.payload import (
-    Claim,
-    LayerSpec,
-    Provenance,
-    encode_in_place,
-    frame_pages,
-    header_room,
-    read_claimed,
-)
+from objkv.codec.payload import encode_in_place, frame_pages, header_room, read_claimed
+from objkv.codec.values import Claim, LayerSpec, Provenance
 from objkv.errors import ConfigError, ObjkvError, PayloadError, TransferError
 from objkv.telemetry import FailureLog
 

@@ -16,7 +16,7 @@ from objkv.agent.core import Core
 from objkv.agent.fill import PayloadRequest
 from objkv.agent.memory.arena import CellState
 from objkv.agent.messages import Claims, MissReason, PrefetchOrder, Urgency, is_held_back
-from objkv.codec.payload import Claim
+from objkv.codec.values import Claim
 from objkv.errors import ConfigError, NotStored
 from objkv.index.base import ReadIndex, Record
 from objkv.keys.chunk import ChunkKey

@@ -28,17 +28,10 @@ from objkv.background import JOIN_S, Pool
 from objkv.cache.chunks import ChunkCache, InFlightSaves
 from objkv.cache.codec_choice import CodecChooser
 from objkv.cache.worth import PutPolicy
-from objkv.codec.header import parse_known
+from objkv.codec.header import claim_in, header_bytes_needed, parse_known, read_header
 from objkv.codec.join import Join, check_moved
-from objkv.codec.payload import (
-    Claim,
-    Header,
-    check_frames,
-    claim_in,
-    header_bytes_needed,
-    read_header,
-    recode,
-)
+from objkv.codec.payload import check_frames, recode
+from objkv.codec.values import Claim, Header
 from objkv.errors import LeftAlone, ObjkvError, PayloadError, StoreBusy
 from objkv.stores.base import Buffer
 from objkv.telemetry import FailureLog, Recorder

@@ -18,7 +18,8 @@ from objkv.agent.disk import HELD_BACK, Disk
 from objkv.agent.fill import DiskCopy, Fill, PayloadRequest, Staging
 from objkv.agent.held_back import parse_held_back
 from objkv.background import Pool
-from objkv.codec.payload import HEADER_BYTES_MAX, recode
+from objkv.codec.header import HEADER_BYTES_MAX
+from objkv.codec.payload import recode
 from objkv.codec.seal import Seal
 from objkv.errors import LeftAlone, PayloadError, StoreError, ValueTooLong
 from objkv.net.breaker import BreakerLimits, Breakers

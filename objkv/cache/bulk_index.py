@@ -20,7 +20,7 @@ import xxhash
 
 from objkv.cache.chunks import shard_record, stored_header, stored_payloads
 from objkv.cache.pins import read_pins
-from objkv.codec.payload import Header
+from objkv.codec.values import Header
 from objkv.errors import SCAN_DENIED, PayloadError, StoreDenied
 from objkv.index.base import (
     ChunkEntry,

@@ -17,8 +17,9 @@ from typing import Final
 
 from objkv.cache.quota import Quota
 from objkv.cache.speed import LinkSpeed
-from objkv.codec.payload import Claim, Header, header_bytes_needed, read_header
+from objkv.codec.header import header_bytes_needed, read_header
 from objkv.codec.seal import Seal
+from objkv.codec.values import Claim, Header
 from objkv.errors import PayloadError, StoreError
 from objkv.index.base import ChunkEntry, Lease, ShardRecord, WriteIndex
 from objkv.keys.chunk import ChunkKey

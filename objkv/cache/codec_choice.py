@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from objkv.codec.compress import GAIN_MIN, compress, decompress_into
-from objkv.codec.payload import LayerSpec
+from objkv.codec.values import LayerSpec
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from time import monotonic
 from typing import Final, Literal, Self
 
 from objkv.cache.speed import Typical
-from objkv.codec.payload import Claim
+from objkv.codec.values import Claim
 from objkv.config import Config
 from objkv.config.prices import Prices, prices_of
 from objkv.index.base import Savings

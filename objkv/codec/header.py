@@ -117,8 +117,7 @@ def _stored_as(layer: LayerSpec, codec: str, nbytes: int) -> tuple[str, list[int
 
 
 def _read_frames(tensors: dict[str, Any], metadata: dict[str, str], data_start: int) -> Frames:
-    """Return the frames in order of their offsets, without gaps or overlaps. Raises
-    ``PayloadError`` for anything else."""
+    """Return the frames by their offsets. ``PayloadError`` if they overlap or leave a gap."""
     spans = sorted((_span(name, tensor), name) for name, tensor in tensors.items())
     if not spans:
         raise PayloadError("the payload has no layers")
@@ -198,8 +197,7 @@ def check_parts(text: bytes | bytearray) -> None:
 
 
 def load_object(text: bytes | bytearray) -> dict[str, Any]:
-    """Parse the JSON object ``text``, which must be ASCII without duplicate names. Raises
-    ``PayloadError``."""
+    """Parse ASCII ``text``, an object without duplicate names. Raises ``PayloadError``."""
     check_parts(text)
     try:
         document = json.loads(text.decode("ascii"), object_pairs_hook=_unique)
@@ -218,8 +216,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def plain_frames(layers: Iterable[LayerSpec], checksums: Iterable[str]) -> list[Frame]:
-    """Return uncompressed, unsealed frames one after another, from offset 0 on. ``checksums``: of
-    the pages of each layer."""
+    """Return uncompressed, unsealed frames, one after another from offset 0 on, of these sums."""
     frames, offset = list[Frame](), 0
     for layer, checksum in zip(layers, checksums, strict=True):
         frames.append(Frame(layer, "none", offset, layer.nbytes, checksum, checksum))
@@ -308,8 +305,7 @@ def read_header(payload: Buffer, *, seal: Seal | None = None) -> Header:
 
 
 def verified_text(payload: Buffer, seal: Seal | None = None) -> VerifiedText:
-    """Return a copy of the header's text. Raises ``PayloadError`` unless its checksum matches, and
-    its signature if there is a ``seal``."""
+    """Return a copy of the header's text. ``PayloadError`` if checksum or signature are wrong."""
     total = header_bytes_needed(payload)
     if len(payload) < total:
         raise PayloadError(
@@ -449,8 +445,7 @@ class Form:
         return rendered[provenance.end() :].rstrip(b" ")
 
     def read(self, text: VerifiedText, claim: Claim) -> Header | None:
-        """Return the header in ``text``, or None if it does not have exactly this form and this
-        claim."""
+        """Return the header in ``text``, None unless it has exactly this form and this claim."""
         raw, total = text.raw, len(text.raw)
         opening = _opening(claim)
         if not raw.startswith(opening, LENGTH_BYTES):
@@ -520,8 +515,7 @@ _making = Lock()
 
 
 def claim_in(payload: Buffer) -> Claim | None:
-    """Return what an unsealed payload claims, unverified: ``parse_known`` takes it. None if it is
-    written in another way than ``render`` does."""
+    """Return an unsealed payload's claim, unverified, None unless written as by ``render``."""
     if (match := _CLAIM.match(payload, CHUNK_AT)) is None:
         return None
     with suppress(PayloadError):

@@ -27,8 +27,7 @@ class Move(NamedTuple):
 
 
 class PartPosition(NamedTuple):
-    """Where the frames of one part belong in the whole payload. Frame ``i`` of the part is frame
-    ``first + i * step``."""
+    """Where a part's frames belong in the whole: frame ``i`` is its frame ``first + i * step``."""
 
     parts: int
     frames: int
@@ -53,8 +52,7 @@ class PartPosition(NamedTuple):
 
 
 class Join:
-    """A payload that is being joined. The caller owns its memory, and calls one method at a
-    time."""
+    """A payload that is being joined, in the caller's memory. One call at a time."""
 
     def __init__(self, header: Header, position: PartPosition) -> None:
         """``header``: of the part that came first. Raises ``PayloadError``."""

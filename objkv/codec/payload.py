@@ -1,10 +1,9 @@
 """Payload format 2: one chunk of one group, or a part of it, as one immutable, self-describing
 safetensors file.
 
-Pure functions between values and bytes. Everything returned was verified: ``read_claimed`` checks
-header checksum and claim, and ``frame_pages`` each frame. The caller compares length and layers.
-For any bytes, reading raises ``PayloadError`` and nothing else. ``docs/format.md`` specifies the
-format.
+Pure functions. Everything returned was verified: ``read_claimed`` checks header checksum and claim,
+and ``frame_pages`` each frame. The caller compares length and layers. For any bytes, reading raises
+``PayloadError`` and nothing else. ``docs/format.md`` specifies the format.
 """
 
 from bisect import bisect_right
@@ -13,12 +12,9 @@ from itertools import pairwise
 
 from objkv.codec.compress import CODECS, Buffer, compress, decompress_into
 from objkv.codec.header import (
-    HEADER_BYTES_MAX,
     bytes_max,
     checksum_of,
-    claim_in,
     form_of,
-    header_bytes_needed,
     parse_known,
     plain_frames,
     read_header,
@@ -28,7 +24,6 @@ from objkv.codec.seal import Seal, Sealing, proof_of
 from objkv.codec.values import (
     ENCRYPTED,
     LAYER_BYTES_MAX,
-    RAW_BYTES_MAX,
     Claim,
     Frame,
     FramePosition,
@@ -36,10 +31,12 @@ from objkv.codec.values import (
     Header,
     LayerSpec,
     Provenance,
-    check_layers,
     digest,
 )
 from objkv.errors import PayloadError
+
+# What other programs may use, see docs/operations/upgrade.md.
+__all__ = ["Claim", "LayerSpec", "Provenance", "encode", "read_header"]
 
 
 def encode(
@@ -58,8 +55,7 @@ def encode(
 
 
 def recode(payload: memoryview, *, codec: str, seal: Seal | None) -> tuple[memoryview, Header]:
-    """Return an uncompressed, unsealed payload in another form, as ``encode`` does, and its
-    header."""
+    """Return an uncompressed, unsealed payload in another form, and its header."""
     header = read_header(payload)
     pages = payload[header.data_start : header.nbytes]
     return _encoded(header.claim, header.frames.layers, [pages], codec, header.provenance, seal)
@@ -94,8 +90,7 @@ def encode_in_place(
     provenance: Provenance,
     seal: Seal | None = None,
 ) -> tuple[memoryview, Header]:
-    """Build the payload in the buffer that holds its pages. Return it, and its header as
-    ``read_header`` would parse it.
+    """Build the payload in the buffer that holds its pages. Return it, and its header as read.
 
     ``buffer`` (writable, contiguous, format ``B``, owned by the caller) holds the raw pages of all
     layers in order, from byte ``header_room(layers, tokens=...)`` on. They are overwritten. The
@@ -158,41 +153,13 @@ def header_room(layers: tuple[LayerSpec, ...], *, tokens: int = 0) -> int:
 
 
 def payload_bytes_max(layers: Sequence[LayerSpec], *, tokens: int = 0) -> int:
-    """Return an upper bound of the length of a payload of ``layers`` in any codec, with ``tokens``
-    token ids: the size of a slab."""
+    """Return an upper bound of a payload's length in any codec: the size of a slab."""
     return bytes_max(layers, tokens) + sum(layer.nbytes for layer in layers)
 
 
 def _view(buffer: Buffer) -> memoryview:
     view = memoryview(buffer)
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
-
-
-__all__ = [
-    "CODECS",
-    "HEADER_BYTES_MAX",
-    "LAYER_BYTES_MAX",
-    "RAW_BYTES_MAX",
-    "Buffer",
-    "Claim",
-    "Header",
-    "LayerSpec",
-    "Provenance",
-    "check_frames",
-    "check_layers",
-    "claim_in",
-    "digest",
-    "encode",
-    "encode_in_place",
-    "frame_pages",
-    "header_bytes_needed",
-    "header_room",
-    "payload_bytes_max",
-    "plain_header",
-    "read_claimed",
-    "read_header",
-    "recode",
-]
 
 
 def read_claimed(
@@ -268,9 +235,8 @@ def _check_stored(header: Header, index: int, stored: memoryview) -> None:
 
 
 def check_frames(header: Header, payload: Buffer, first: int = 0) -> int:
-    """Compare the checksums of all complete frames in ``payload``, which starts with the payload's
-    first byte, from ``first`` on, without decoding. Return the number of the first frame that is
-    incomplete. Raises ``PayloadError``."""
+    """Compare the checksums of all complete frames in the start of a payload, from ``first`` on,
+    without decoding. Return the first frame that is incomplete. Raises ``PayloadError``."""
     whole, frames = _view(payload), header.frames
     until = bisect_right(frames.ends, len(whole))
     for index in range(first, until):

@@ -86,8 +86,7 @@ class Seal:
             load_aes()
 
     def sign(self, header: bytearray) -> None:
-        """Write the signature into a complete header that has zeros in place of signature and
-        checksum."""
+        """Write the signature into a complete header with zeros for signature and checksum."""
         header[SIGNATURE_AT:SIGNATURE_END] = _signature(self.signer, header)
 
     def verify(self, header: bytearray) -> None:
@@ -171,8 +170,7 @@ class Sealing:
         self, position: FramePosition, content: Buffer, raw_checksum: str | None, room: memoryview
     ) -> Frame:
         """Write a frame into ``room``, which is as long as ``content`` and may overlap it. Return
-        the frame, with offset 0. ``raw_checksum``: of the decoded pages; None if ``content`` is the
-        pages."""
+        it, with offset 0. ``raw_checksum``: of the pages; None if they are ``content``."""
         cipher = self._cipher
         if cipher is None:
             checksum, proof = digest(content), "" if self.seal is None else proof_of(content)
@@ -254,8 +252,7 @@ class AesFrames:
     """Encrypts and decrypts the frames of one payload with its own key. Thread-safe."""
 
     def __init__(self, secret: bytes, salt: bytes, claim: Claim, frames: int) -> None:
-        """``secret``: the tenant's key. ``salt``: from the payload's header. ``frames``: how many
-        the payload has."""
+        """``secret``: the tenant's key. ``salt``: the header's. ``frames``: how many there are."""
         path = claim.key.path()
         assert len(salt) == SALT_BYTES
         keys = hkdf(secret, salt, _KEY_INFO + path.encode(), 64)
@@ -285,8 +282,8 @@ class AesFrames:
         self, position: FramePosition, stored: memoryview, out: memoryview, tag: str
     ) -> None:
         """Decrypt ``stored`` into ``out``, which has the same length and does not overlap. Raises
-        ``PayloadError`` unless it was encrypted for this claim and place; ``out`` is then
-        undefined."""
+        ``PayloadError``, with ``out`` undefined, unless it was encrypted for this claim and
+        place."""
         lib = load_aes()
         if len(tag) != _TAG_HEX:  # a shorter tag would be easier to guess
             raise PayloadError(f"layer {position.layer.name!r}: the frame's tag is missing")
@@ -308,8 +305,7 @@ class AesFrames:
         return hmac.digest(self._blind, message, "sha256")[:16].hex()
 
     def blinded_tokens(self, token_digest: str) -> str:
-        """Return the form of the token digest that a header may reveal: guessed tokens cannot be
-        compared with it."""
+        """Return the token digest as headers show it: no guess can be compared with it."""
         return hmac.digest(self._blind, bytes.fromhex(token_digest), "sha256").hex()
 
     def _about(self, position: FramePosition) -> bytes:

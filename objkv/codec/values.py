@@ -138,8 +138,7 @@ class Frame(NamedTuple):
     checksum: str
     """xxh3_128 of the bytes as stored, 32 hex digits."""
     raw_checksum: str
-    """xxh3_128 of the decoded pages, blinded for an encrypted frame. Equals ``checksum`` if nothing
-    was compressed."""
+    """xxh3_128 of the pages, blinded if encrypted. Equals ``checksum`` if not compressed."""
     proof: str = ""
     """What a signature covers: an encrypted frame's tag, 32 hex digits, or else the SHA-256 of the
     bytes as stored, 64 hex digits. Empty if the payload is not sealed."""
@@ -217,8 +216,7 @@ class Marks(NamedTuple):
     signed_by: str = ""
     """Id of the signing key; empty if the payload is not signed."""
     encrypted_by: str = ""
-    """Id of the encryption key; empty if the payload is not encrypted. Encrypted payloads are
-    signed too."""
+    """Id of the encryption key, empty if not encrypted. Encrypted payloads are signed too."""
     salt: str = ""
     """What this payload's own key was derived from, 64 hex digits; empty if not encrypted."""
 

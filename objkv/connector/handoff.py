@@ -34,7 +34,7 @@ from objkv.agent.payloads import (
 )
 from objkv.assembly.link import AgentLink, Replica
 from objkv.background import Steps, StepThread
-from objkv.codec.payload import Claim, LayerSpec
+from objkv.codec.values import Claim, LayerSpec
 from objkv.config import Config, load_config
 from objkv.connector.guard import guarded
 from objkv.connector.model.weights import read_weights

@@ -22,8 +22,7 @@ CHUNK_CHARS: Final = 82
 
 @lru_cache(maxsize=4096)
 def field_of(group: int, shard: Shard | None) -> str:
-    """Return the field of a payload in its chunk's index record: ``<group>``, or
-    ``<group>.<shard>``."""
+    """Return the field of a payload in its chunk's record: ``<group>`` or ``<group>.<shard>``."""
     return str(group) if shard is None else f"{group}.{shard}"
 
 
@@ -63,8 +62,7 @@ class ChunkKey:
         return field_of(self.group, self.shard)
 
     def path(self) -> str:
-        """Return ``<namespace>/<aa>/<hash>/<field>.safetensors``. The hash comes early so that S3
-        spreads the load."""
+        """Return ``<namespace>/<aa>/<hash>/<field>.safetensors``; ``aa`` spreads S3's load."""
         return payload_path(self.namespace, self.prefix_hash, field_of(self.group, self.shard))
 
     @property
@@ -79,8 +77,7 @@ class ChunkKey:
 
     @classmethod
     def read(cls, chunk_text: str, shard: str) -> "ChunkKey":
-        """Return the key with this ``chunk_text``, and the text of its shard, empty if it has all.
-        Raises ValueError."""
+        """Return the key of a ``chunk_text`` and a shard, empty if all. Raises ValueError."""
         match = _CHUNK.fullmatch(chunk_text)
         if match is None:
             raise ValueError(f"invalid chunk: {chunk_text!r}")

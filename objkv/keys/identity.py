@@ -43,16 +43,13 @@ class GroupIdentity:
     split is not known, the number of ranks, so that only replicas with as many share it, or 1 if
     each rank has all of it."""
     content: int
-    """Elements per head and token, K and V fused. ``mamba``: bytes of one unit, or of one rank's
-    state."""
+    """Elements per head and token, K and V fused. ``mamba``: bytes of a unit, or rank's state."""
     block_size: int
     state: str | None = None
-    """``mamba``: a ``SplitState``, or the structure of a rank's state. Omitted from the document of
-    other kinds."""
+    """``mamba``: a ``SplitState``, or a rank's structure. Other kinds' documents omit it."""
     page: int | None = None
     """Bytes of one layer's block, for caches that cannot be divided by token: compressed states,
-    and sparse attention with an indexer. ``content`` repeats it. None, and omitted from the
-    document, for all others."""
+    and sparse attention with an indexer. ``content`` repeats it. Omitted if None."""
 
     def __post_init__(self) -> None:
         assert (self.window is not None) == (self.kind in _WINDOWED)
@@ -165,6 +162,5 @@ def canonical_json(document: Any) -> bytes:
 
 
 def identity_path(namespace: str) -> str:
-    """Return the path of the document in the bulk store, by which an audit explains why two
-    replicas do not share."""
+    """Return the path of the document in the bulk store, for audits."""
     return f"{namespace}/identity.json"

@@ -112,8 +112,7 @@ def next_hash(parent: bytes, tokens: bytes, extras: Collection[Extra] = ()) -> b
 
 
 def encode_tokens(tokens: Sequence[int]) -> bytes:
-    """Return token ids as 4 bytes each, little-endian. Raises OverflowError for others than
-    ``is_token``."""
+    """Return tokens as 4 bytes each, little-endian. OverflowError unless each ``is_token``."""
     encoded = array("I", tokens)
     assert encoded.itemsize == _TOKEN_BYTES
     if byteorder == "big":

@@ -41,8 +41,7 @@ class Tokenizers:
     """Tokenizers of several models. The last few stay loaded. Thread-safe."""
 
     def __init__(self, folder: Path | None) -> None:
-        """``folder``: contains ``MODEL/tokenizer.json`` for each model, or one ``tokenizer.json``
-        for all."""
+        """``folder``: has ``MODEL/tokenizer.json`` of each model, or one file for all."""
         self._folder = folder
         self._lock = Lock()
         self._load = lru_cache(_LOADED_MAX)(load_tokenizer)

@@ -13,8 +13,8 @@ from typing import Final
 
 from objkv.cache.chunks import publish_record, shard_record, stored_header
 from objkv.cache.pins import read_pins
-from objkv.codec.payload import Header
 from objkv.codec.seal import Seal
+from objkv.codec.values import Header
 from objkv.errors import PayloadError
 from objkv.index.base import Record
 from objkv.index.guarded import for_operators

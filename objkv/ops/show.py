@@ -6,15 +6,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
-from objkv.codec.payload import (
-    HEADER_BYTES_MAX,
-    Header,
-    check_frames,
-    frame_pages,
-    read_header,
-)
+from objkv.codec.header import HEADER_BYTES_MAX, read_header
+from objkv.codec.payload import check_frames, frame_pages
 from objkv.codec.seal import Seal
-from objkv.codec.values import ENCRYPTED
+from objkv.codec.values import ENCRYPTED, Header
 from objkv.errors import ConfigError, PayloadError
 from objkv.index.base import ReadIndex
 from objkv.keys.chunk import ChunkKey

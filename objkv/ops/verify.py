@@ -15,9 +15,10 @@ from threading import Condition, Lock
 from typing import Final, Literal
 
 from objkv.cache.chunks import publish_record, stored_header
-from objkv.codec.payload import Header, check_frames, frame_pages, read_header
+from objkv.codec.header import read_header
+from objkv.codec.payload import check_frames, frame_pages
 from objkv.codec.seal import Seal
-from objkv.codec.values import ENCRYPTED
+from objkv.codec.values import ENCRYPTED, Header
 from objkv.errors import ConfigError, KeyMismatch, PayloadError
 from objkv.index.base import Record
 from objkv.keys.chunk import ChunkKey

@@ -35,9 +35,9 @@ _URGENT, _LEISURELY = -1, 0
 _STAGING_BYTES_MAX = 32 << 20
 """Device memory of a lane for pages that a kernel distributes. vLLM has not counted this."""
 _BATCH_BYTES_MIN = 28 << 10
-"""Smaller blocks are distributed by a kernel, because copy engines take about as long for each
-piece. Source: vLLM 0.32, ``THRESHOLD_BYTES`` in ``v1/kv_offload/cpu/swap_blocks_triton.py``,
-measured there on an H100."""
+"""Smaller blocks are distributed by a kernel: copy engines take about as long for each piece.
+Source: vLLM 0.32, ``THRESHOLD_BYTES`` in ``v1/kv_offload/cpu/swap_blocks_triton.py``, on an
+H100."""
 
 SEAM_BYTES: Final = 64 << 20
 """Copies end where the host's address is a multiple of this, so that memory may be page-locked in
@@ -51,8 +51,7 @@ each ``[n]`` int64 on the CPU, and whether sources may be read out of stream ord
 
 
 class DeviceDriver:
-    """The functions of a kind of device that ``torch.get_device_module`` lacks. This one is for any
-    device, by PyTorch's means alone."""
+    """What ``torch.get_device_module`` lacks of a device. This one is by PyTorch's means alone."""
 
     def __init__(self, device_type: str) -> None:
         self.kernels = page_kernels()
@@ -78,9 +77,8 @@ class DeviceDriver:
 
 
 _READ_ONLY_SUPPORTED, _USES_HOST_TABLES, _READ_ONLY = 113, 100, 8
-"""``cudaDevAttrHostRegisterReadOnlySupported``,
-``cudaDevAttrPageableMemoryAccessUsesHostPageTables`` and ``cudaHostRegisterReadOnly``. Source: CUDA
-13.0, ``driver_types.h``."""
+"""``cudaDevAttrHostRegisterReadOnlySupported``, ``cudaHostRegisterReadOnly``, and between them
+``cudaDevAttrPageableMemoryAccessUsesHostPageTables``. Source: CUDA 13.0, ``driver_types.h``."""
 
 
 class CudaRuntime:
@@ -110,14 +108,13 @@ class CudaRuntime:
 
     def attribute(self, number: int) -> int:
         """Return an attribute of the current device, 0 if this version does not know it."""
-        device, value = ctypes.c_int(0), ctypes.c_int(0)
-        error = self._library.cudaGetDevice(ctypes.byref(device))
-        if not error:
-            get = self._library.cudaDeviceGetAttribute
-            error = get(ctypes.byref(value), ctypes.c_int(number), device)
-        if error:
+        device, value, library = ctypes.c_int(0), ctypes.c_int(0), self._library
+        if library.cudaGetDevice(ctypes.byref(device)) or library.cudaDeviceGetAttribute(
+            ctypes.byref(value), ctypes.c_int(number), device
+        ):
             self.clear()
-        return 0 if error else value.value
+            return 0
+        return value.value
 
 
 class CudaDriver(DeviceDriver):
@@ -327,11 +324,8 @@ class DeviceLane(Lane):
             layers_max = max(1, _STAGING_BYTES_MAX // each)
             at_once = max(1, layers_max // len(run))
             for first in range(0, count, at_once):
-                for layer in range(run.start, run.stop, layers_max):
-                    yield (
-                        slice(first, first + at_once),
-                        range(layer, min(layer + layers_max, run.stop)),
-                    )
+                for layer in range(0, len(run), layers_max):
+                    yield slice(first, first + at_once), run[layer : layer + layers_max]
 
     def _copy(self, copies: _Copies, *, to_device: bool) -> None:
         ours, theirs, nbytes = map(torch.from_numpy, copies)

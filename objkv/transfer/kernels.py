@@ -67,9 +67,8 @@ _ACTIONS = ("gather", "scatter", "recast")
 
 
 class _Form(NamedTuple):
-    """The layout of a layer. A constant of the compiled kernels: divisions by ``size`` and
-    ``content`` become multiplications, and the compiler knows which words are adjacent, so that it
-    combines their loads and stores."""
+    """The layout of a layer, a constant of the compiled kernels: divisions become multiplications,
+    and the compiler, which knows what words are adjacent, combines their loads and stores."""
 
     block: int
     """Strides in words, also ``head``, ``token`` and ``word``."""
@@ -109,8 +108,7 @@ def _copy_pages(
     staged: tl.tensor, addresses: tl.tensor, ids: tl.tensor, numbers: tl.tuple, form: tl.constexpr
 ) -> None:
     """Copy between blocks of a cache and staging memory. Grid: ``[ids * tiles, layers]``.
-    ``addresses``: of each layer's block 0. ``numbers``: see ``_Frame``. Offsets are int64, because
-    both can exceed 2^31 words."""
+    ``addresses``: of each layer's block 0. ``numbers``: a ``_Frame``. Offsets can exceed 2^31."""
     blocks = (numbers.blocks - 3) // 2
     first_block = (numbers.first_block - 3) // 2
     taken = (numbers.taken - 3) // 2

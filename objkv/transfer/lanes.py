@@ -93,8 +93,7 @@ class PagedLayers:
     """Some layers of a paged cache, as lanes and kernels address them. vLLM owns the memory."""
 
     def __init__(self, caches: Sequence[torch.Tensor]) -> None:
-        """``caches``: ``[num_blocks, heads, block_size, content]`` integer words of each layer, in
-        any physical order."""
+        """``caches``: integer words of each layer, ``[num_blocks, heads, block_size, content]``."""
         self.caches = tuple(caches)
         self.nbytes = np.array([c[0].numel() * c.element_size() for c in self.caches], np.int64)
         """Bytes of one block of each layer, ``[layers]``."""
@@ -120,8 +119,7 @@ class PagedLayers:
 
     @cached_property
     def runs(self) -> tuple[range, ...]:
-        """Ranges of consecutive layers with one shape, strides and dtype, which is almost always
-        all of them. Kernels take one range at a time."""
+        """Ranges of layers with one shape, strides and dtype, mostly one. Kernels take one each."""
         forms = [(c.shape, c.stride(), c.dtype) for c in self.caches]
         starts = [at for at in range(len(forms)) if not at or forms[at] != forms[at - 1]]
         return tuple(range(a, b) for a, b in pairwise([*starts, len(forms)]))
@@ -163,8 +161,7 @@ class PagedLayers:
         return stacks
 
     def frame_bytes(self, blocks: int, recast: Recast | None = None) -> Ints:
-        """Return the bytes of a frame of each layer, ``[layers]``: of ``blocks`` pages, or of what
-        ``recast`` reads."""
+        """Return the bytes of each layer's frame of ``blocks`` pages, or as ``recast`` reads it."""
         if recast is None:
             return blocks * self.nbytes
         count, heads, size = recast.frame
@@ -332,9 +329,8 @@ class Lane:
 def _moves(
     memory: memoryview, starts: Ints, layers: PagedLayers, ids: Ints, recast: Recast | None = None
 ) -> Iterator[tuple[Pages, Pages]]:
-    """Yield views of consecutive blocks of some layers, and of their pages in ``memory``, which
-    may be a copy if ``recast`` needs one, ``[layers, blocks, heads, block_size, content]``.
-    ``starts`` and ``ids``: see ``Lane.scatter``."""
+    """Yield views of consecutive blocks of some layers, and of their pages in ``memory``, or a copy
+    if ``recast`` needs one, ``[layers, blocks, heads, block_size, content]``."""
     count = ids.shape[1]
     firsts = run_starts(ids)
     lengths = np.diff(firsts, append=ids.size).tolist()

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from objkv.codec.payload import Claim, Header, LayerSpec, check_layers, read_claimed
+from objkv.codec.payload import read_claimed
+from objkv.codec.values import Claim, Header, LayerSpec, check_layers
 from objkv.errors import ObjkvError, PayloadError
 from objkv.keys.states import part_names
 from objkv.keys.topology import Shard, TokenPart, frame_name
@@ -35,8 +36,7 @@ class _Column:
     def __init__(
         self, group: PagedGroup, share: Shard, filled: range, read: tuple[LayerSpec, ...]
     ) -> None:
-        """``share``: what the column has. ``filled``: the rank's rows. ``read``: the frames that
-        fill them."""
+        """``share``: what it has. ``filled``: the rank's rows. ``read``: the frames for them."""
         own, shape = group.shape.rank_shard.shard, group.shape
         first, end = max(own.head_start, share.head_start), min(own.head_end, share.head_end)
         taken = (first - share.head_start, end - share.head_start)
@@ -58,13 +58,7 @@ class _Column:
         assert given.tolist() == [layer.nbytes for layer in read]
 
     def scatter(
-        self,
-        lane: Lane,
-        rows: range,
-        memory: memoryview,
-        starts: Ints,
-        ids: Ints,
-        skipped: int,
+        self, lane: Lane, rows: range, memory: memoryview, starts: Ints, ids: Ints, skipped: int
     ) -> None:
         """Write the pages of some of the rows, ``skipped`` blocks of the rank after the first.
         ``starts``: where the rows' frames start in ``memory``, ``[n, rows]``."""
@@ -83,11 +77,7 @@ class PayloadLayout:
     """The frames of some payloads, and which of them belong where in one rank's pages."""
 
     def __init__(
-        self,
-        group: PagedGroup,
-        shard: Shard | None,
-        found: tuple[LayerSpec, ...],
-        data_start: int,
+        self, group: PagedGroup, shard: Shard | None, found: tuple[LayerSpec, ...], data_start: int
     ) -> None:
         """``shard``: what the payloads have of the group, None for all. ``found``: their frames,
         from ``data_start`` on. Raises ``PayloadError`` if those are not such payloads'."""
@@ -121,8 +111,7 @@ class PayloadLayout:
         self.nbytes = data_start + int(sizes.sum())
         starts, sizes = (x.reshape(-1, columns) for x in (data_start + offsets_of(sizes), sizes))
         self.starts = starts[:, self._first]
-        """Where what is read of each row of a payload starts in it, ``[rows of the payload]``: a
-        span of consecutive frames."""
+        """Where what is read of each row starts in a payload, ``[rows]``: consecutive frames."""
         self.sizes = starts[:, self._last] + sizes[:, self._last] - self.starts
         """Bytes of each span."""
         rows = slice(self.rows.start, self.rows.stop)
@@ -139,13 +128,7 @@ class PayloadLayout:
         return [row * self.columns + column for row in rows for column in columns]
 
     def scatter(
-        self,
-        lane: Lane,
-        rows: range,
-        memory: memoryview,
-        starts: Ints,
-        ids: Ints,
-        first_block: int,
+        self, lane: Lane, rows: range, memory: memoryview, starts: Ints, ids: Ints, first_block: int
     ) -> None:
         """Write the rank's part of some rows of ``n`` payloads into blocks.
 
@@ -181,7 +164,7 @@ class PayloadLayouts:
     def __init__(self, groups: Mapping[int, PagedGroup]) -> None:
         self._groups = groups
         self.of = lru_cache(_KEPT_MAX)(self._shape)
-        self._layout = lru_cache(_KEPT_MAX)(self._checked)
+        self._layout = lru_cache(_KEPT_MAX)(PayloadLayout)
 
     def _shape(self, source: Source) -> SourceShape:
         """Return the shape of payloads of a source."""
@@ -198,16 +181,12 @@ class PayloadLayouts:
     def read(self, payload: memoryview, claim: Claim) -> tuple[Header, PayloadLayout]:
         """Return the header of an uncompressed payload, and its layout. Raises ``PayloadError`` if
         the payload is not what the claim says, and ``ForeignLayoutError``."""
-        source, nbytes = Source(claim.key.group, claim.key.shard), len(payload)
-        header = read_claimed(payload, claim, self._groups[source.group].layers)
+        group, nbytes = self._groups[claim.key.group], len(payload)
+        header = read_claimed(payload, claim, group.layers)
         if header.nbytes != nbytes or header.codec != "none":
             raise PayloadError(f"{nbytes} bytes in the arena, not {header.nbytes}")
-        return header, self._layout(source, header.frames.layers, header.data_start)
-
-    def _checked(
-        self, source: Source, found: tuple[LayerSpec, ...], data_start: int
-    ) -> PayloadLayout:
-        return PayloadLayout(self._groups[source.group], source.shard, found, data_start)
+        frames = header.frames.layers
+        return header, self._layout(group, claim.key.shard, frames, header.data_start)
 
 
 def row_bytes_max(group: PagedGroup) -> int:
@@ -271,8 +250,7 @@ def _is_dealt(group: PagedGroup, share: Shard) -> bool:
 
 
 def _tokens_of(group: PagedGroup, share: Shard) -> int:
-    """Return how many tokens a frame of a share has. Raises ``PayloadError`` if they cannot be
-    divided so."""
+    """Return how many tokens a frame of a share has. Raises ``PayloadError`` if none can."""
     shape = group.shape
     own = shape.rank_shard.shard.tokens
     tokens, rest = divmod(shape.blocks * shape.block_size * own.size, share.tokens.size)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from objkv.codec.join import PartPosition
-from objkv.codec.payload import LayerSpec
+from objkv.codec.values import LayerSpec
 from objkv.errors import ConfigError
 from objkv.keys.states import PartView, part_names
 from objkv.keys.topology import RankShard, Shard, frame_name
@@ -62,8 +62,7 @@ class GroupShape:
     heads: int = 0
     """Heads over all ranks. 0: this rank has all heads."""
     divisible: bool = False
-    """Whether tokens can be moved into blocks of another size: pages are canonical, and the group
-    keeps all tokens."""
+    """Whether blocks may have another size: pages are canonical, and no token is left out."""
     payload: Shard | None = None
     """What the payloads have that the rank writes, alone or with others. None: all of the group."""
     joined: int = 1
@@ -166,8 +165,7 @@ class PagedGroup:
         return (ids[..., None] * self.split + np.arange(self.split)).reshape(len(ids), -1)
 
     def clear(self, block_ids: Sequence[int]) -> None:
-        """Zero vLLM's blocks in all layers, in the order of the device's current stream. Raises
-        ``IndexError`` if one does not exist."""
+        """Zero vLLM's blocks in all layers, in stream order. IndexError if one does not exist."""
         ids = self.blocks(np.array([block_ids], np.int64))
         if ids.max() >= self.pages.blocks:
             raise IndexError(f"block {ids.max()} of {self.pages.blocks}")

@@ -47,8 +47,7 @@ class RegistrationWindows:
         window_bytes: int,
         begin: Callable[[], None] = lambda: None,
     ) -> None:
-        """``address`` and ``nbytes``: the mapping, whole pages. ``begin``: prepares the thread that
-        registers."""
+        """``address``, ``nbytes``: of the mapping, whole pages. ``begin``: prepares the thread."""
         self._address, self._nbytes, self._window = address, nbytes, window_bytes
         self._pin, self._begin = pin, begin
         self._changed = Condition()
@@ -81,8 +80,7 @@ class RegistrationWindows:
         return found
 
     def close(self, then: Callable[[], None]) -> None:
-        """Unlock all windows in the background, then call ``then``, which may remove the mapping.
-        Never waits. Called once."""
+        """Unlock all in the background, then call ``then``, which may unmap. Never waits."""
         with self._changed:
             self._end = then
             self._changed.notify_all()
@@ -91,8 +89,7 @@ class RegistrationWindows:
         then()
 
     def abandon(self) -> None:
-        """Register no more, and leave all windows as they are: a device may read them until the
-        process ends. Never waits."""
+        """Register no more, and unlock nothing: a device may still read. Never waits."""
         self._keeps = True
         self.close(lambda: None)
 
@@ -181,8 +178,7 @@ class ArenaRegistration:
         window_bytes: int = SEAM_BYTES,
         begin: Callable[[], None] = lambda: None,
     ) -> None:
-        """``slabs``: pinned, each at least as large as any frame. For the rest see
-        ``RegistrationWindows``."""
+        """``slabs``: pinned, no smaller than any frame. The rest: see ``RegistrationWindows``."""
         self._slabs = slabs
         self._open = partial(RegistrationWindows, pin=pin, window_bytes=window_bytes, begin=begin)
         self.windows: RegistrationWindows | None = None
@@ -197,8 +193,7 @@ class ArenaRegistration:
         self._arena = arena.view
 
     def detach(self, then: Callable[[], None]) -> None:
-        """Unlock the arena in the background, then call ``then``, which may unmap it. No copy from
-        it may be left."""
+        """Unlock the arena, from which no copy is left, in the background, then call ``then``."""
         self._ending, self.windows, self._arena = self.windows, None, None
         if self._ending is None:
             then()
@@ -212,15 +207,13 @@ class ArenaRegistration:
         self.windows = self._arena = None
 
     def join(self, seconds: float) -> bool:
-        """Wait until the last ``detach`` is done, for at most ``seconds``. Returns whether it is.
-        Any thread may call this."""
+        """Wait until ``detach`` is done, for at most ``seconds``. Returns whether. Thread-safe."""
         return self._ending is None or self._ending.join(seconds)
 
     def readable(
         self, starts: Ints, sizes: Ints
     ) -> tuple[list[int], memoryview, Ints, Slab | None]:
-        """Return memory in which the device can read spans of some of ``n`` payloads now. Never
-        waits for the device.
+        """Return memory in which the device can read spans of some payloads. Never waits for it.
 
         Either all spans of payloads that it can read in the arena, or a slab with all spans of the
         first payloads; if not even those of one fit, with the first spans of the first payload.

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from threading import Condition
 from time import monotonic, sleep, time
 
@@ -21,7 +20,8 @@ import numpy as np
 from objkv.agent.messages import COMMITS_MAX, CommitStatus, SavedPart
 from objkv.agent.outbox import AgentSaves, OutboxPayload
 from objkv.background import JOIN_S, Pool
-from objkv.codec.payload import Claim, Provenance, encode_in_place, header_room
+from objkv.codec.payload import encode_in_place, header_room
+from objkv.codec.values import Claim, Provenance
 from objkv.errors import ObjkvError, TransferError
 from objkv.keys.chunk import ChunkKey
 from objkv.telemetry import FailureLog, Recorder
@@ -69,18 +69,6 @@ class _SavedChunk:
     """Unset until it is leased."""
 
 
-class _State(Enum):
-    """How far a step's copies are. ``DROPPED`` may replace the first two, but no other follows."""
-
-    QUEUED = auto()
-    GATHERING = auto()
-    """A thread submits them."""
-    GATHERED = auto()
-    """They are submitted: ``mark`` is their end, None if there are none."""
-    DROPPED = auto()
-    """Nothing of the step is handed over, so its blocks may change."""
-
-
 @dataclass(slots=True, eq=False)
 class _Step:
     """The saves of one step."""
@@ -89,25 +77,22 @@ class _Step:
     """Empty once they are taken: freeing them is not for the forward thread."""
     requests: frozenset[str]
     """Whose chunks are saved."""
-    count: int
-    """How many chunks are planned."""
     after: Mark
     """What its copies follow."""
     deadline: float
-    state: _State = _State.QUEUED
-    """Guarded by ``Saver._changed``."""
+    is_submitted: bool = False
+    """Whether no copy will be submitted of what is handed over. ``Saver._changed`` guards it."""
+    is_dropped: bool = False
+    """Whether nothing is handed over, because a fence did not wait. Then it counts as submitted."""
     mark: Mark | None = None
+    """The end of the copies, None if there are none, or they do not matter any more."""
     chunks: list[_SavedChunk] = field(default_factory=list)
     """What is handed over once ``mark`` is done."""
 
-    @property
-    def is_submitted(self) -> bool:
-        """Whether no copy will be submitted of what is handed over."""
-        return self.state in (_State.GATHERED, _State.DROPPED)
-
     def has_left(self) -> bool:
         """Whether its blocks may change."""
-        return self.is_submitted and (self.mark is None or self.mark.done())
+        is_submitted, mark = self.is_submitted, self.mark  # in this order
+        return is_submitted and (mark is None or mark.done())
 
 
 class Saver:
@@ -131,7 +116,7 @@ class Saver:
         self._steps: deque[_Step] = deque()
         """Those that are not known to have left their blocks, in order. For the forward thread."""
         self._changed = Condition()
-        """Guards the states of steps, ``_waiting`` and ``_is_stuck``."""
+        """Guards ``_waiting``, ``_is_stuck``, and how far steps are."""
         self._waiting = 0
         """Chunks that wait for the device, or to be handed over."""
         self._is_stuck = False
@@ -145,8 +130,7 @@ class Saver:
 
     def gather(self, plans: Sequence[SavePlan]) -> None:
         """Queue this step's plans, after the forward pass was launched. Never waits. The blocks
-        must not change until ``left_device`` returns True for their request, or ``fence`` was
-        called."""
+        must not change until ``left_device`` is True for their request, or ``fence`` was called."""
         if not plans:
             return
         try:
@@ -156,11 +140,10 @@ class Saver:
             logger.exception("forward pass not marked, saving nothing of the step")
             self._drop(self._named(plans))
             return
-        count, requests = sum(len(plan.moves) for plan in plans), {one.request_id for one in plans}
-        deadline = self._clock() + self._limits.deadline_s
-        step = _Step(plans, frozenset(requests), count, after, deadline)
-        queued = sum(one.count for one in self._steps if one.state is _State.QUEUED)
-        is_full = queued + count > _PLANNED_MAX or self._is_stuck
+        requests = frozenset(one.request_id for one in plans)
+        step = _Step(plans, requests, after, self._clock() + self._limits.deadline_s)
+        planned = sum(len(plan.moves) for one in (*self._steps, step) for plan in one.plans)
+        is_full = planned > _PLANNED_MAX or self._is_stuck
         if is_full or not self._gathers.put([step]):
             self._drop(self._named(plans))
         else:
@@ -180,8 +163,8 @@ class Saver:
                 self._is_stuck = True
                 for step in steps:
                     if not step.is_submitted:
-                        step.state = _State.DROPPED
-        marks = [s.mark for s in steps if s.state is _State.GATHERED and s.mark is not None]
+                        step.is_submitted = step.is_dropped = True
+        marks = [mark for step in steps if (mark := step.mark) is not None]
         if marks and not marks[-1].done():
             marks[-1].hold_compute()  # it covers the others
 
@@ -200,9 +183,8 @@ class Saver:
         return self._gathers.drain(deadline_s) and self._saves.drain(max(0.0, end - monotonic()))
 
     def close(self, drain_deadline_s: float) -> None:
-        """Drain within the bound, then stop. Remaining chunks are dropped. No block is read
-        afterwards, unless the device still copies a second after the bound. The slabs of those
-        copies are never reused."""
+        """Drain within the bound, then stop. What remains is dropped. No block is read afterwards,
+        unless the device still copies a second later; those slabs are never reused."""
         end = self._clock() + drain_deadline_s
         self._gathers.drain(drain_deadline_s)
         join_s = max(0.0, end - self._clock()) + COPIES_S
@@ -218,9 +200,8 @@ class Saver:
             logger.warning("a save is still being handed over at shutdown")
 
     def _copies_end(self, until: float) -> bool:
-        """Poll until all copies that were submitted are done: blocks and slabs may be unmapped
-        next. CUDA has no wait with a timeout. Returns False if the time ``until`` comes first, or
-        if the device fails."""
+        """Poll until all submitted copies are done: blocks and slabs may be unmapped next, and CUDA
+        has no wait with a timeout. Returns False at the time ``until``, or if the device fails."""
         try:
             mark = self._lane.mark()
             while not mark.done():
@@ -243,7 +224,7 @@ class Saver:
         chunks, failed, mark = list[_SavedChunk](), list[_SavedChunk](), None
         try:
             named = self._named(plans)
-            if not self._advance(step, _State.GATHERING):
+            if step.is_dropped:
                 self._drop(named)
             elif chunks := self._lease_slabs(named):
                 failed = self._submit(chunks, step.after)
@@ -251,7 +232,7 @@ class Saver:
         except Exception:  # the step must end: otherwise its requests keep their blocks for ever
             logger.exception("chunks not gathered, their slabs are lost count=%d", len(chunks))
             failed = chunks
-        if not self._advance(step, _State.GATHERED, mark):
+        if not self._end_submitting(step, mark):
             failed = chunks
         self._give_up(failed, mark)
         self._drop(failed)
@@ -261,14 +242,14 @@ class Saver:
         if not self._saves.put([step]):
             self._give_up_steps([step])
 
-    def _advance(self, step: _Step, state: _State, mark: Mark | None = None) -> bool:
-        """Set a step's state. Returns False if it was dropped meanwhile."""
+    def _end_submitting(self, step: _Step, mark: Mark | None) -> bool:
+        """Note that a step's copies are submitted. Returns False if it was dropped meanwhile."""
         with self._changed:
             self._is_stuck = False
-            if step.state is _State.DROPPED:
+            if step.is_dropped:
                 return False
             step.mark = mark  # first: ``has_left`` takes no lock
-            step.state = state
+            step.is_submitted = True
             self._changed.notify_all()
             return True
 
@@ -335,8 +316,7 @@ class Saver:
         return failed
 
     def _save_all(self, step: _Step) -> None:
-        """Hand chunks over when their copies have ended. The thread polls: in the driver a device
-        that hangs would keep it for ever."""
+        """Hand chunks over after their copies. Polls: the driver would wait for a hung device."""
         self._target.send_drops()
         pause_s = _LOOK_S
         while step.mark is not None and not step.mark.done():
@@ -421,7 +401,7 @@ class Saver:
     def _drop_steps(self, steps: Iterable[_Step]) -> None:
         """Drop steps of which nothing was read."""
         for step in steps:
-            self._advance(step, _State.DROPPED)
+            self._end_submitting(step, None)
             self._drop(self._named(step.plans))
 
     def _drop(self, chunks: Sequence[_SavedChunk]) -> None:

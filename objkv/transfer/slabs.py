@@ -42,8 +42,7 @@ class Slab:
         """Where it starts in the pool's memory."""
 
     def release(self, after: Mark | None = None) -> None:
-        """Return the slab to its pool, without waiting. ``after``: what may still read or write it;
-        None if nothing does."""
+        """Return the slab to its pool. ``after``: what may still use it, None if nothing."""
         assert not self._released
         self._released = True
         self._pool.take_back(self.tensor, after)
@@ -120,8 +119,7 @@ class SlabPool:
 
 
 _STRANDED: list[torch.Tensor] = []
-"""Memory that a hung device may still read or write. It stays allocated and page-locked until the
-process ends."""
+"""Memory that a hung device may still use: allocated and page-locked until the process ends."""
 
 
 def _is_done(mark: Mark) -> bool:

@@ -19,7 +19,9 @@ from objkv.agent.memory.arena import BOARD_BYTES, CellState, Progress, ProgressB
 from objkv.agent.messages import CommitStatus, MissReason, PrefetchOrder, Urgency
 from objkv.agent.outbox import ClientOutbox, Outbox
 from objkv.agent.prefetch import Prefetches
-from objkv.codec.payload import Claim, LayerSpec, encode, header_bytes_needed, read_header
+from objkv.codec.header import header_bytes_needed, read_header
+from objkv.codec.payload import encode
+from objkv.codec.values import Claim, LayerSpec
 from objkv.errors import StoreUnavailable
 from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.keys.chunk import ChunkKey

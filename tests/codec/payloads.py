@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -31,6 +32,19 @@ layer_lists = st.lists(
     max_size=4,
     unique_by=lambda layer: layer.name,
 )
+
+
+def claims_unlike(claim: Claim) -> list[Claim]:
+    """Claims that differ from ``claim`` in one thing each."""
+    keys: list[dict[str, Any]] = [
+        {"namespace": "ba" * 16},
+        {"prefix_hash": b"\x03" * 20},
+        {"group": 1},
+        {"shard": Shard(0, 3, 2, 4)},
+    ]
+    others: list[dict[str, Any]] = [{"key": replace(claim.key, **other)} for other in keys]
+    others += [{"parent_hash": b"\x03" * 20}, {"token_start": 255}, {"token_end": 513}]
+    return [replace(claim, **other) for other in others]
 
 
 def smooth(nbytes: int, seed: int = 0) -> bytes:

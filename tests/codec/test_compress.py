@@ -82,9 +82,9 @@ def test_a_blosc_chunk_whose_flags_name_another_compressor_never_reaches_the_dec
         decompress_into(codec, memoryview(frame), memoryview(bytearray(len(PAGES))))
 
 
-@pytest.mark.parametrize(("codec", "other"), [("blosc", "blosclz4"), ("blosclz4", "blosc")])
-def test_a_chunk_of_one_blosc_codec_is_refused_as_the_other(codec: str, other: str) -> None:
-    assert decoded(codec, FRAMES[other], len(PAGES)) is None
+def test_a_chunk_of_one_blosc_codec_is_refused_as_the_other() -> None:
+    for codec, other in (("blosc", "blosclz4"), ("blosclz4", "blosc")):
+        assert decoded(codec, FRAMES[other], len(PAGES)) is None
 
 
 def test_lz4_decodes_without_memory_of_its_own() -> None:
@@ -144,19 +144,8 @@ SCALED = tuple(replace(layer, scales=scales_text(0.5, 2.0 + i)) for i, layer in 
 @pytest.mark.parametrize(
     "text",
     [
-        *(
-            "",
-            "1",
-            "1.0",
-            "1.0 ",
-            "1.0 nan",
-            "1.0 1.0 ",
-            "1.0  1.0",
-            "1.0 1.0 1.0",
-            "01.0 1.0",
-            "1.00 1.0",
-            "+1.0 1.0",
-        ),
+        *("", "1", "1.0", "1.0 ", "1.0 nan", "1.0 1.0 ", "1.0  1.0", "1.0 1.0 1.0"),
+        *("01.0 1.0", "1.00 1.0", "+1.0 1.0"),
         *("-1.0 1.0", "0.0 1.0", "inf 1.0", "nan 1.0", "1e999 1.0", "1 1", "1.0 1.0\n"),
         "\u0661.0 1.0",
     ],

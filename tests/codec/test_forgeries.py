@@ -15,12 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from objkv.codec import payload as payload_module
-from objkv.codec.payload import (
-    CODECS,
-    check_frames,
-    frame_pages,
-    read_header,
-)
+from objkv.codec.payload import CODECS, check_frames, frame_pages, read_header
 from objkv.codec.seal import Seal, SealKey
 from objkv.codec.values import digest
 from objkv.errors import PayloadError

@@ -12,33 +12,25 @@ import safetensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from objkv.codec.compress import compress
-from objkv.codec.header import render
+from objkv.codec.compress import CODECS, compress
+from objkv.codec.header import HEADER_BYTES_MAX, header_bytes_needed, read_header, render
 from objkv.codec.payload import (
-    CODECS,
-    HEADER_BYTES_MAX,
-    Claim,
-    Frame,
-    Header,
-    LayerSpec,
-    Provenance,
     check_frames,
     encode,
     encode_in_place,
     frame_pages,
-    header_bytes_needed,
     header_room,
     payload_bytes_max,
-    read_header,
 )
-from objkv.codec.seal import Seal
-from objkv.codec.values import digest
+from objkv.codec.seal import Seal, SealKey
+from objkv.codec.values import Claim, Frame, Header, LayerSpec, Provenance, digest, scales_text
 from objkv.errors import PayloadError
 from objkv.keys.topology import Shard
 from tests.codec.payloads import (
     CLAIM,
     LAYERS,
     PROVENANCE,
+    claims_unlike,
     layer_lists,
     noise,
     pages_of,
@@ -110,20 +102,7 @@ def test_an_absurd_header_length_is_refused(length: int) -> None:
         header_bytes_needed(struct.pack("<Q", length))
 
 
-def other_claims() -> list[Claim]:
-    key = CLAIM.key
-    return [
-        replace(CLAIM, key=replace(key, namespace="ba" * 16)),
-        replace(CLAIM, key=replace(key, prefix_hash=b"\x03" * 20)),
-        replace(CLAIM, key=replace(key, group=1)),
-        replace(CLAIM, key=replace(key, shard=Shard(0, 3, 2, 4))),
-        replace(CLAIM, parent_hash=b"\x03" * 20),
-        replace(CLAIM, token_start=255),
-        replace(CLAIM, token_end=513),
-    ]
-
-
-@pytest.mark.parametrize("claim", other_claims())
+@pytest.mark.parametrize("claim", claims_unlike(CLAIM))
 def test_a_payload_that_claims_something_else_is_refused(claim: Claim) -> None:
     with pytest.raises(PayloadError, match="claims to be"):
         open_payload(sample("none"), claim, LAYERS)
@@ -145,24 +124,34 @@ def test_a_payload_of_other_layers_is_refused(layers: tuple[LayerSpec, ...], cod
         open_payload(sample(codec), CLAIM, layers)
 
 
-def test_the_bound_on_a_payload_holds_for_the_longest_of_everything() -> None:
-    layers = [LayerSpec("\x7f\x01" * 255 + str(i), "U8", (1, 1, 1, 1)) for i in range(9)]
+LONG_NAMES = ["\x7f\x01" * 255 + str(i) for i in range(9)], [f"{i:0>512}" for i in range(1001)]
+
+
+@pytest.mark.parametrize("names", LONG_NAMES, ids=["escaped", "many"])
+@pytest.mark.parametrize("kind", ["", *SEALS])
+def test_the_bound_on_a_payload_holds_for_the_longest_of_everything(
+    kind: str, names: list[str]
+) -> None:
+    scales = scales_text(1.2345678901234567e-300, 1.2345678901234567e-300)
+    layers = tuple(LayerSpec(name, "F8_E4M3FNUZ", (1, 1, 1, 1), scales) for name in names)
     key = replace(CLAIM.key, group=10**10 - 1, shard=Shard(2**61, 2**62, 2**61, 2**62))
     claim = Claim(key, CLAIM.parent_hash, 2**62, 2**62 + 1)
-    told = Provenance("ef" * 32, '"' * 256, 2**62, (2**32 - 1,) * 1000)
-    pages = [b"x"] * len(layers)
-    payload = encode(claim, layers, pages, codec="none", provenance=told)
-    assert len(payload) <= payload_bytes_max(layers, tokens=1000)
-    assert open_payload(payload, claim, tuple(layers)).provenance == told
+    long, is_encrypted = SealKey("k" * 64, "*", bytes(32)), bool(kind and SEALS[kind].encrypter)
+    seal = Seal([long], [long] if is_encrypted else []) if kind else None
+    told = Provenance("ef" * 32, '"' * 256, 2**62, None if is_encrypted else (2**32 - 1,) * 1000)
+    count = len(told.tokens or ())
+    nbytes, room = payload_bytes_max(layers, tokens=count), header_room(layers, tokens=count)
+    buffer, how = np.zeros(nbytes, np.uint8), {"codec": "none", "provenance": told, "seal": seal}
+    payload, header = encode_in_place(claim, layers, buffer.data, **how)  # type: ignore[arg-type]
+    assert header.data_start <= room
+    assert open_payload(payload, claim, layers, seal=seal) == header
+    assert is_encrypted or header.provenance == told
 
 
 def test_a_header_beyond_the_bound_is_not_written() -> None:
     told = replace(PROVENANCE, tokens=(2**32 - 1,) * (HEADER_BYTES_MAX // 11))
     with pytest.raises(PayloadError, match="the header has"):
         sample(provenance=told)
-    buffer = np.zeros(2 * HEADER_BYTES_MAX, dtype=np.uint8)
-    with pytest.raises(PayloadError, match="the header has"):
-        encode_in_place(CLAIM, LAYERS, buffer.data, codec="none", provenance=told)
 
 
 def concatenated(layers: Sequence[LayerSpec], pages: Sequence[bytes], codec: str) -> bytes:
@@ -235,15 +224,6 @@ def test_only_the_payload_is_written_to() -> None:
     start = header_room(LAYERS) + sum(layer.nbytes for layer in LAYERS)
     assert set(buffer[start:]) == {0xAA}
     assert payload.nbytes < start
-
-
-def test_a_header_that_carries_tokens_has_room_for_them() -> None:
-    told = Provenance("ef" * 32, "tests", 1, (2**32 - 1,) * 4000)
-    room = header_room(LAYERS, tokens=4000)
-    buffer = np.zeros(room + sum(layer.nbytes for layer in LAYERS), dtype=np.uint8)
-    payload, header = encode_in_place(CLAIM, LAYERS, buffer.data, codec="none", provenance=told)
-    assert read_header(payload) == header
-    assert header.provenance == told
 
 
 BIG = [LayerSpec(f"layers.{i}", "BF16", (8, 8, 32, 64)) for i in range(32)]

@@ -9,30 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from objkv.codec.header import bytes_max
 from objkv.codec.payload import (
     CODECS,
     Claim,
-    LayerSpec,
     Provenance,
     check_frames,
-    encode,
     payload_bytes_max,
     read_header,
     recode,
 )
 from objkv.codec.seal import AesFrames, Seal, SealKey, keys_of, parse_keys
-from objkv.codec.values import FramePosition, scales_text
+from objkv.codec.values import FramePosition
 from objkv.errors import PayloadError
-from tests.codec.payloads import (
-    CLAIM,
-    LAYERS,
-    PROVENANCE,
-    noise,
-    pages_of,
-    pages_read,
-    sample,
-)
+from tests.codec.payloads import CLAIM, LAYERS, PROVENANCE, noise, pages_of, pages_read, sample
 from tests.codec.seals import ENCRYPTER, SEALS, SIGNER
 from tests.support.payloads import open_payload
 
@@ -52,17 +41,6 @@ def test_a_payload_that_is_sealed_later_has_the_header_that_is_read(kind: str, c
     other = replace(CLAIM, token_end=CLAIM.token_end + 1)
     with pytest.raises(PayloadError):  # rightly sealed, but of another chunk
         open_payload(payload, other, LAYERS, seal=SEALS[kind])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_header_is_longer_than_its_bound(kind: str) -> None:
-    scales = scales_text(1.2345678901234567e-300, 1.2345678901234567e-300)
-    long = [LayerSpec(f"{i:0>512}", "F8_E4M3FNUZ", (1, 1, 1, 1), scales) for i in range(1001)]
-    key = SealKey("k" * 64, "*", bytes(32))
-    seal = Seal([key], [key] if SEALS[kind].encrypter else [])
-    told = Provenance("0" * 64, "w" * 256, 2**62)
-    payload = encode(CLAIM, long, pages_of(long), codec="none", provenance=told, seal=seal)
-    assert read_header(payload, seal=seal).data_start <= bytes_max(long, 0)
 
 
 def test_who_has_no_seal_reads_what_was_signed_but_not_what_was_encrypted() -> None:

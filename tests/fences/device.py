@@ -210,7 +210,7 @@ class WatchedLane(Lane):
         saved = self.saved
 
         def copy() -> None:
-            if saved is None or saved.state.name != "DROPPED":
+            if saved is None or not saved.is_dropped:
                 self._hands.touch("read:", ids, ticket)
             if slabs != [WatchedPool.ticket(place) for place in places]:
                 self._hands.say("pages are read into a slab that somebody else has")

@@ -5,10 +5,17 @@ from random import Random
 from typing import Any
 
 from objkv.codec.compress import CODECS, compress, decompress_into
-from objkv.codec.header import HEADER_BYTES_MAX, claim_in, load_object, parse_known, read_header
+from objkv.codec.header import (
+    HEADER_BYTES_MAX,
+    claim_in,
+    header_bytes_needed,
+    load_object,
+    parse_known,
+    read_header,
+)
 from objkv.codec.join import Join, PartPosition
-from objkv.codec.payload import check_layers, frame_pages, header_bytes_needed
-from objkv.codec.values import RAW_BYTES_MAX, digest
+from objkv.codec.payload import frame_pages
+from objkv.codec.values import RAW_BYTES_MAX, check_layers, digest
 from objkv.errors import PayloadError
 from tests.codec.parts import Grid, Piece, joined
 from tests.codec.payloads import CLAIM, LAYERS, rechecked, reworked, sample, split

@@ -1,4 +1,5 @@
-"""The identity document: its one encoding, and that everything in it matters."""
+"""The identity documents of KV and of encoder outputs: their one encoding, and that everything in
+them matters."""
 
 import json
 from dataclasses import replace
@@ -8,15 +9,12 @@ from typing import Any
 import pytest
 
 from objkv.errors import ConfigError
-from objkv.keys.identity import (
-    GroupIdentity,
-    Identity,
-    canonical_json,
-    identity_path,
-    name_model,
-)
+from objkv.keys.encoder import EncoderIdentity
+from objkv.keys.identity import GroupIdentity, Identity, canonical_json, identity_path, name_model
 
-VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "identities.json").read_text())
+FOLDER = Path(__file__).parents[1] / "vectors"
+VECTORS = json.loads((FOLDER / "identities.json").read_text())
+OF_ENCODERS = json.loads((FOLDER / "encoder.json").read_text())["identities"]
 
 FULL = GroupIdentity("full", None, ("model.layers.0.attn", "model.layers.2.attn"), 8, 256, 16)
 SLIDING = GroupIdentity("sliding_window", 1024, ("model.layers.1.attn",), 8, 256, 32)
@@ -62,47 +60,90 @@ KINDS = replace(
 )
 
 
+ENCODER = EncoderIdentity(
+    model="org/vlm-7b",
+    weights="sampled:0011",
+    processor="sha256:2233",
+    quantization=None,
+    dtype="bfloat16",
+    weights_epoch=0,
+    tenant="default",
+)
+TUNED = replace(
+    ENCODER,
+    model="modèle",
+    quantization="fp8",
+    dtype="float16",
+    weights_epoch=3,
+    tenant="team-a",
+    extra=(("mm_processor_kwargs", '{"max_pixels":1}'), ("x", "1")),
+)
+
+
 @pytest.mark.parametrize(
-    ("name", "identity"), [("plain", PLAIN), ("hybrid", HYBRID), ("kinds", KINDS)]
+    ("vector", "identity"),
+    [
+        (VECTORS["plain"], PLAIN),
+        (VECTORS["hybrid"], HYBRID),
+        (VECTORS["kinds"], KINDS),
+        (OF_ENCODERS["plain"], ENCODER),
+        (OF_ENCODERS["tuned"], TUNED),
+    ],
 )
 def test_the_canonical_document_and_namespace_are_the_published_ones(
-    name: str, identity: Identity
+    vector: dict[str, str], identity: Identity | EncoderIdentity
 ) -> None:
-    vector = VECTORS[name]
     assert identity.canonical() == vector["canonical"].encode("ascii")
     assert identity.namespace() == vector["namespace"]
     assert identity_path(identity.namespace()) == f"{vector['namespace']}/identity.json"
 
 
+OF_BOTH: list[dict[str, Any]] = [
+    {"model": "other"},
+    {"weights": "sha256:0012"},
+    {"quantization": "awq"},
+    {"weights_epoch": 1},
+    {"tenant": "other"},
+    {"extra": (("rope_theta", "1"),)},
+]
+OF_KV: list[dict[str, Any]] = [
+    {"kv_dtype": "fp8_e5m2"},
+    {"groups": (FULL, FULL)},
+    *(
+        {"groups": (replace(FULL, **change),)}
+        for change in (
+            {"kind": "sliding_window", "window": 64},
+            {"layers": FULL.layers[::-1]},
+            {"heads": 4},
+            {"content": 128},
+            {"block_size": 32},
+        )
+    ),
+    {"page_layout": "opaque:arm-neon"},
+    {"chunk_tokens": 512},
+]
+STATE = replace(KINDS.groups[-1], state="gdn_attention float32[3,512] bfloat16[4,64,64]")
+
+
 @pytest.mark.parametrize(
-    "change",
+    ("identity", "change"),
     [
-        {"model": "other"},
-        {"weights": "sha256:0012"},
-        {"quantization": "awq"},
-        {"kv_dtype": "fp8_e5m2"},
-        {"groups": (FULL, FULL)},
-        {"groups": (replace(FULL, kind="sliding_window", window=64),)},
-        {"groups": (replace(FULL, layers=FULL.layers[::-1]),)},
-        {"groups": (replace(FULL, heads=4),)},
-        {"groups": (replace(FULL, content=128),)},
-        {"groups": (replace(FULL, block_size=32),)},
-        {"page_layout": "opaque:arm-neon"},
-        {"chunk_tokens": 512},
-        {"weights_epoch": 1},
-        {"tenant": "other"},
-        {"extra": (("rope_theta", "1"),)},
+        *((PLAIN, change) for change in OF_BOTH + OF_KV),
+        (KINDS, {"groups": (*KINDS.groups[:-1], STATE)}),
+        *((ENCODER, change) for change in OF_BOTH),
+        (ENCODER, {"processor": "sha256:2234"}),
+        (ENCODER, {"dtype": "float32"}),
     ],
-    ids=lambda change: next(iter(change)),
 )
-def test_everything_in_the_document_changes_the_namespace(change: dict[str, Any]) -> None:
-    assert replace(PLAIN, **change).namespace() != PLAIN.namespace()
+def test_everything_in_the_document_changes_the_namespace(
+    identity: Identity | EncoderIdentity, change: dict[str, Any]
+) -> None:
+    assert replace(identity, **change).namespace() != identity.namespace()
 
 
-def test_what_a_state_is_made_of_changes_the_namespace() -> None:
-    *others, state = KINDS.groups
-    changed = (*others, replace(state, state="gdn_attention float32[3,512] bfloat16[4,64,64]"))
-    assert replace(KINDS, groups=changed).namespace() != KINDS.namespace()
+def test_the_document_of_encoder_outputs_is_not_one_of_kv() -> None:
+    assert ENCODER.document()["hash"] != PLAIN.document()["hash"]
+    assert ENCODER.document()["format"] == PLAIN.document()["format"]
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,7 @@ token = st.integers(0, 2**32 - 1)
 # Few and short values, so that hypothesis finds collisions where there are any.
 short = st.binary(max_size=3)
 extra = st.builds(
-    Extra,
-    st.sampled_from(["lora", "salt", "mm", "embeds"]),
-    st.lists(short, max_size=3).map(tuple),
+    Extra, st.sampled_from(["lora", "salt", "mm", "embeds"]), st.lists(short, max_size=3).map(tuple)
 )
 extra_list = st.lists(extra, max_size=3)
 item = st.builds(MultimodalItem, short, st.integers(0, 20), st.integers(1, 9))

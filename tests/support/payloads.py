@@ -1,8 +1,9 @@
 """Reading a whole payload at once."""
 
 from objkv.codec.compress import Buffer
-from objkv.codec.payload import Claim, Header, LayerSpec, check_layers, read_claimed
+from objkv.codec.payload import read_claimed
 from objkv.codec.seal import Seal
+from objkv.codec.values import Claim, Header, LayerSpec, check_layers
 from objkv.errors import PayloadError
 
 

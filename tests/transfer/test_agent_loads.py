@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from objkv.agent import client
+from objkv.agent.arena_cache import CachedPayload
 from objkv.agent.client import AgentConnection
 from objkv.agent.server import AgentSession
 from objkv.background import Alarm
@@ -25,6 +26,7 @@ from tests.support.arenas import LossyConnection
 from tests.support.device import ON_HOST
 from tests.support.paged_cache import BLOCKS, HASHES, Replica, same_blocks
 from tests.support.waiting import PATIENCE_S, at_once, wait_until
+from tests.transfer.test_loader import watched
 from tests.transfer.test_saver import HungLane, HungMark
 
 pytestmark = ON_HOST
@@ -59,10 +61,19 @@ class World:
         mine = (reader or self.reader).caches
         return same_blocks(self.writer.caches, [1 + n for n in ids], mine, [first + n for n in ids])
 
-    def restart(self) -> None:
+    def resident(self, chunk: int) -> CachedPayload:
+        """The payload of a chunk in the agent's memory."""
+        (one,) = self.node.arena_cache.peek([self.reader.path(chunk)])
+        assert one is not None
+        return one
+
+    def lose_agent(self) -> None:
         assert self.node.server is not None
-        self.node.core.close(PATIENCE_S)
         self.node.server.close()
+
+    def restart(self) -> None:
+        self.node.core.close(PATIENCE_S)
+        self.lose_agent()
         old = self.node
         self.former.append(old)
         self.node = Node(memory=1 << 21, path=old.path, store=old.store, index=old.index)
@@ -100,24 +111,17 @@ def test_a_thread_that_has_no_room_for_more_sleeps(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "_WINDOW_BYTES", 1)
-    gate, most = gated(world.node), [0]
-    waits, wait = list[float](), AgentConnection.wait
-
-    def watched(self: AgentConnection, seconds: float, also: Any) -> bool:
-        leased = world.reader.loader.link.leased  # type: ignore[attr-defined]
-        most[0] = max(most[0], leased)
-        if leased:
-            waits.append(seconds)
-        return wait(self, seconds, also)
-
-    monkeypatch.setattr(AgentConnection, "wait", watched)
-    world.reader.loader.submit(world.reader.load_plan(range(4), 1))
-    wait_until(lambda: len(waits) > 0)
+    gate, loader = gated(world.node), world.reader.loader
+    waits = watched(
+        monkeypatch, AgentConnection, "wait", lambda _, seconds, also: (loader.link.leased, seconds)
+    )
+    loader.submit(world.reader.load_plan(range(4), 1))
+    wait_until(lambda: any(leased for leased, _ in waits))
     gate.set()
     assert not world.reader.outcome().failed_blocks
     assert world.right()
-    assert min(waits) > 0
-    assert most == [1]
+    assert min(seconds for leased, seconds in waits if leased) > 0
+    assert max(waits)[0] == 1
 
 
 def test_a_step_goes_before_what_waits(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,10 +148,7 @@ def test_a_step_goes_before_what_waits(world: World, monkeypatch: pytest.MonkeyP
 
 def test_a_payload_of_another_chunk_in_the_arena_is_refused(world: World) -> None:
     assert not world.reader.load(range(4), 1).failed_blocks
-    one, two = world.node.arena_cache.peek([world.reader.path(1), world.reader.path(2)])
-    assert one is not None
-    assert two is not None
-    memory = world.node.arena.view
+    one, two, memory = world.resident(1), world.resident(2), world.node.arena.view
     memory[one.offset :][: one.nbytes] = memory[two.offset :][: two.nbytes]
     outcome = world.reader.load(range(4), 1)
     assert min(outcome.failed_blocks) == 1 + BLOCKS
@@ -172,9 +173,7 @@ def test_a_stale_offset_of_equal_layout_never_loads_another_prompt(
     world: World, sync: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not world.reader.load(range(4), 1).failed_blocks
-    (other,) = world.node.arena_cache.peek([world.reader.path(3)])
-    assert other is not None
-    hand_out(monkeypatch, 2, offset=other.offset)
+    hand_out(monkeypatch, 2, offset=world.resident(3).offset)
     before = world.reader.snapshot()
     outcome = world.reader.load(range(4), 17, sync=sync)
     assert outcome.failed_blocks == frozenset(range(21, 25))
@@ -191,9 +190,7 @@ def test_a_payload_of_another_length_than_its_layout_is_refused(
     world: World, change: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not world.reader.load(range(4), 1).failed_blocks
-    (one,) = world.node.arena_cache.peek([world.reader.path(1)])
-    assert one is not None
-    hand_out(monkeypatch, 1, nbytes=one.nbytes + change)
+    hand_out(monkeypatch, 1, nbytes=world.resident(1).nbytes + change)
     assert min(world.reader.load(range(4), 17).failed_blocks) == 17 + BLOCKS
     assert world.right(17, chunks=1)
 
@@ -214,9 +211,7 @@ def test_a_byte_that_flips_in_the_arena_is_found_by_a_reader_that_verifies(
     world: World, sync: bool
 ) -> None:
     assert not world.reader.load(range(4), 1).failed_blocks
-    path = world.reader.path(1)
-    (one,) = world.node.arena_cache.peek([path])
-    assert one is not None
+    path, one = world.reader.path(1), world.resident(1)
     world.node.arena.view[one.offset + one.nbytes - 1] ^= 1
     assert not world.reader.load(range(4), 1).failed_blocks, "by default the agent is trusted"
     careful = world.open(verify=True)
@@ -241,7 +236,6 @@ def test_no_memory_is_given_back_that_the_lane_still_reads(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, looks = threading.Event(), list[int]()
-    closed_at, close = list[int](), AgentConnection.close
 
     def passes_later() -> bool:
         looks.extend([1] * gate.is_set())
@@ -249,39 +243,23 @@ def test_no_memory_is_given_back_that_the_lane_still_reads(
 
     slow = reading(world, HungLane(HungMark(passes_later)))
     lost = slow.loader.link.agent
-
-    def watched(agent: AgentConnection) -> None:
-        if agent is lost:
-            closed_at.append(len(looks))
-        close(agent)
-
-    monkeypatch.setattr(AgentConnection, "close", watched)
-    assert world.node.server is not None
-    world.node.server.close()  # the agent is lost
+    closed = watched(monkeypatch, AgentConnection, "close", lambda agent: (agent, len(looks)))
+    world.lose_agent()
     wait_until(lambda: slow.loader.link.agent is None)
     gate.set()
-    wait_until(lambda: bool(closed_at))
-    assert closed_at[0] >= 3
+    wait_until(lambda: lost in [agent for agent, _ in closed])
+    assert next(count for agent, count in closed if agent is lost) >= 3
     monkeypatch.undo()
     slow.close()
     world.restart()
 
 
 def test_a_load_ends_with_its_agent_and_not_with_its_deadline(world: World) -> None:
-    gate, begun = threading.Event(), threading.Event()
-
-    def on_get(key: str) -> None:
-        begun.set()
-        assert gate.wait(PATIENCE_S)
-
-    world.store.on_get = on_get
-    loader = world.reader.loader
+    gate, loader = gated(world.node), world.reader.loader
     for name, sync in (("between", False), ("step", True)):
         loader.submit(replace(world.reader.load_plan(range(4), 1, sync=sync), request_id=name))
-    assert begun.wait(PATIENCE_S)
     wait_until(lambda: loader.link.leased == 8)  # the loader knows that all are under way
-    assert world.node.server is not None
-    world.node.server.close()
+    world.lose_agent()
     try:
         (step,) = at_once(lambda: loader.take_finished(sync=True))
         wait_until(lambda: loader.in_flight == 0, 20.0)
@@ -322,8 +300,7 @@ def test_a_device_that_fails_while_it_reads_keeps_the_memory(world: World, is_lo
     gate = threading.Event()
     broken = reading(world, HungLane(HungMark(lambda: gate.is_set() and fail())))
     if is_lost:
-        assert world.node.server is not None
-        world.node.server.close()
+        world.lose_agent()
         wait_until(lambda: broken.loader.link.agent is None)
     gate.set()
     wait_until(lambda: bool(module._KEPT))

@@ -6,6 +6,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,15 +15,13 @@ from hypothesis import strategies as st
 from opentelemetry.trace import StatusCode
 
 from objkv.cache.chunks import shard_record
-from objkv.cache.match import stored_blocks
 from objkv.codec.payload import read_header
 from objkv.errors import StoreUnavailable
 from objkv.index.base import ChunkEntry
 from objkv.keys.identity import GroupIdentity
-from objkv.keys.topology import Topology
 from objkv.stores.base import Arrived, WriteStore
 from objkv.stores.local import LocalStore
-from objkv.transfer.paging import GroupShape, PagedGroup, Quantised
+from objkv.transfer.paging import PagedGroup, Quantised
 from tests.codec.seals import SEALS, other_seal
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
@@ -38,6 +37,7 @@ from tests.support.paged_cache import (
     WHOLE,
     PiecewiseStore,
     Replica,
+    paged_group,
     same_blocks,
     stores,
 )
@@ -232,25 +232,12 @@ def test_no_large_buffer_is_allocated_by_a_save_or_a_load(kind: type, tmp_path: 
 
 
 def quantised_group(
-    identity: GroupIdentity,
-    *,
-    chunk_tokens: int,
-    num_blocks: int,
-    seed: int,
-    says: dict[str, Quantised],
+    *shape: Any, says: dict[str, Quantised], **how: Any
 ) -> tuple[PagedGroup, list[torch.Tensor]]:
     """As vLLM registers an fp8 cache: plain bytes."""
-    rank = Topology(1, identity.heads, (len(identity.layers),)).held(0)
-    assert rank is not None
-    shape = (num_blocks, identity.heads, identity.block_size, identity.content)
-    generator = torch.Generator().manual_seed(seed)
-    caches = [
-        torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-        for _ in identity.layers
-    ]
-    blocks = stored_blocks(identity, chunk_tokens)
-    group = GroupShape(identity.layers, blocks, identity.block_size, rank)
-    return PagedGroup(group, caches, says), caches
+    group, caches = paged_group(*shape, **how)
+    caches = [cache.view(torch.uint8) for cache in caches]
+    return PagedGroup(group.shape, caches, says), caches
 
 
 Opened = Callable[[int, str, str], Replica]

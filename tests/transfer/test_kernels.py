@@ -210,9 +210,7 @@ def moved_and_back(kernels: PageKernels, paged: Paged, ids: list[int]) -> bool:
     ids=["8 heads", "MLA", "blocks of 1,024 tokens", "one tile"],
 )
 def test_pages_of_several_tiles(
-    kernels: PageKernels,
-    layout: str,
-    page: tuple[int, int, int],
+    kernels: PageKernels, layout: str, page: tuple[int, int, int]
 ) -> None:
     assert moved_and_back(kernels, Paged(layout, (2, 4, *page)), [3, 1])
 
@@ -397,10 +395,7 @@ def test_layers_of_several_shapes_are_uploaded_before_the_first_request(gpu: Fak
 @pytest.mark.parametrize("layout", FREQUENT)
 @pytest.mark.parametrize("content", [64, 144], ids=["K and V of 128", "MLA"])
 def test_each_thread_moves_16_bytes_at_once(
-    gpu: FakeGpu,
-    tmp_path: Path,
-    layout: str,
-    content: int,
+    gpu: FakeGpu, tmp_path: Path, layout: str, content: int
 ) -> None:
     """The compiler must know that words are adjacent and aligned, although addresses come from a
     table."""

@@ -14,6 +14,8 @@ from objkv.errors import ConfigError
 from objkv.transfer.devices import DeviceLane, _whole_blocks, open_lane
 from objkv.transfer.lanes import Lane, PagedLayers, Recast, as_words
 from tests.support.device import ON_HOST, host_bytes
+from tests.support.paged_shapes import LAYOUTS
+from tests.transfer.test_loader import watched
 
 
 def test_a_device_lane_inherits_nothing_of_the_host_s() -> None:
@@ -36,14 +38,7 @@ def lane(device: torch.device) -> Lane:
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
     """What numpy copied to."""
-    copies, copyto = list[np.ndarray](), np.copyto
-
-    def counted(target: np.ndarray, source: np.ndarray) -> None:
-        copies.append(target)
-        copyto(target, source)
-
-    monkeypatch.setattr(np, "copyto", counted)
-    return copies
+    return watched(monkeypatch, np, "copyto", lambda target, source: target)
 
 
 @pytest.mark.parametrize("place", ["before", "between", "after"])
@@ -67,29 +62,19 @@ def test_layers_between_which_the_payload_lies_are_copied_one_by_one(
         assert part[3 * size :].tolist() == payload[n * size : (n + 1) * size].tolist()
 
 
-@pytest.mark.parametrize(
-    ("starts", "ids"),
-    [
-        ([[0, 512]], [[3, 4, 5]]),
-        ([[0, 513]], [[3, 4]]),
-        ([[-1, 512]], [[3, 4]]),
-        ([[0, 512], [0, 1 << 62]], [[3, 4], [5, 6]]),
-        ([[0, 512], [0, (1 << 63) - 1]], [[3, 4], [5, 6]]),
-        ([[0, (1 << 63) - 1]], [[3, 4, 5, 6, 7]]),
-        ([[0, 512]], [[3, 8]]),
-        ([[0, 512]], [[3, -1]]),
-    ],
-    ids=[
-        "more blocks",
-        "behind",
-        "before",
-        "far behind",
-        "overflow",
-        "too large",
-        "block behind",
-        "before all",
-    ],
-)
+OUTSIDE: dict[str, tuple[list[list[int]], list[list[int]]]] = {
+    "more blocks": ([[0, 512]], [[3, 4, 5]]),
+    "behind": ([[0, 513]], [[3, 4]]),
+    "before": ([[-1, 512]], [[3, 4]]),
+    "far behind": ([[0, 512], [0, 1 << 62]], [[3, 4], [5, 6]]),
+    "overflow": ([[0, 512], [0, (1 << 63) - 1]], [[3, 4], [5, 6]]),
+    "too large": ([[0, (1 << 63) - 1]], [[3, 4, 5, 6, 7]]),
+    "block behind": ([[0, 512]], [[3, 8]]),
+    "before all": ([[0, 512]], [[3, -1]]),
+}
+
+
+@pytest.mark.parametrize(("starts", "ids"), OUTSIDE.values(), ids=OUTSIDE)
 def test_bytes_outside_of_their_memory_and_blocks_outside_of_the_cache_are_refused(
     lane: Lane, device: torch.device, starts: list[list[int]], ids: list[list[int]]
 ) -> None:
@@ -98,10 +83,9 @@ def test_bytes_outside_of_their_memory_and_blocks_outside_of_the_cache_are_refus
     given = memory.numpy().data, np.array(starts), layers, np.array(ids)
     with pytest.raises(IndexError):
         lane.scatter(*given)
-    frames = Recast((2, 2, 4), (0, 2), 0, len(ids[0]))
     if len(ids[0]) == 2:
         with pytest.raises(IndexError):
-            lane.scatter(*given, frames)
+            lane.scatter(*given, Recast((2, 2, 4), (0, 2), 0, 2))
     lane.follow(lane.mark_compute())
     lane.scatter(memory.numpy().data, zeros[:, None] + [0, 512], layers, zeros[:, None])
     lane.mark().wait()
@@ -124,15 +108,6 @@ def test_starts_that_do_not_match_their_blocks_or_layers_are_refused(
             lane.gather(layers, np.array([[3], [4]]), memory, np.zeros(count, np.int64))
 
 
-LAYOUTS: list[tuple[int, ...]] = [
-    (0, 1, 2, 3, 4),
-    (0, 1, 3, 2, 4),
-    (1, 0, 2, 3, 4),
-    (1, 3, 0, 2, 4),
-]
-"""Orders in memory of layers, blocks, heads, tokens and content: HND, NHD, and layers in blocks."""
-
-
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_each_page_of_many_payloads_goes_to_its_block_and_back(
@@ -140,7 +115,7 @@ def test_each_page_of_many_payloads_goes_to_its_block_and_back(
 ) -> None:
     """As a loop over payloads, layers and blocks copies them: any layout, runs, distances between
     frames, layers of two shapes, heads of more or fewer, and blocks of another size."""
-    order = data.draw(st.sampled_from(LAYOUTS))
+    order = data.draw(st.sampled_from([*LAYOUTS.values()]))
     count, blocks, heads, size, content = data.draw(st.integers(1, 4)), 12, 2, 4, 3
     shape = count, blocks, heads, size, content
     flat = torch.zeros(*(shape[axis] for axis in order), dtype=torch.int64)

@@ -1,5 +1,6 @@
 """What one replica saves another loads, byte for byte, in time; anything else is a miss."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from threading import Event
 from typing import Any
@@ -9,13 +10,11 @@ import pytest
 
 from objkv.agent import client
 from objkv.agent.fill import PartPolicy
-from objkv.codec.payload import Header, frame_pages
 from objkv.keys.identity import GroupIdentity
 from objkv.stores.base import Arrived
 from objkv.transfer.layouts import PayloadLayout
 from objkv.transfer.loading import loader as module
 from objkv.transfer.loading.loader import LoadJob
-from objkv.transfer.plan import LoadOutcome
 from objkv.transfer.registration import RegistrationWindows
 from tests.contracts.clock import ManualClock
 from tests.contracts.memory_index import MemoryIndex
@@ -23,6 +22,20 @@ from tests.support.device import ON_HOST
 from tests.support.paged_cache import BLOCKS, IN_PARTS, PiecewiseStore, Replica, same_blocks, stores
 from tests.support.waiting import PATIENCE_S, at_once, wait_until
 from tests.transfer.test_saver import HungLane, HungMark
+
+
+def watched(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, note: Callable[..., Any]
+) -> list[Any]:
+    """Return the list of what is noted of each call."""
+    notes, call = list[Any](), getattr(owner, name)
+
+    def noted(*given: Any, **named: Any) -> Any:
+        notes.append(note(*given, **named))
+        return call(*given, **named)
+
+    monkeypatch.setattr(owner, name, noted)
+    return notes
 
 
 class StuckStore(PiecewiseStore):
@@ -99,16 +112,10 @@ def test_a_reader_that_verifies_looks_at_each_frame_once_however_few_slabs_there
     reader = Replica(store, index, seed=2, slabs=1)
     writer.save(range(4))
     assert not reader.load(range(4), first_block=9).failed, "all are in memory now"
-    seen = list[int]()
-
-    def counted(header: Header, index: int, *args: Any) -> memoryview:
-        seen.append(index)
-        return frame_pages(header, index, *args)
-
+    seen = watched(monkeypatch, module, "frame_pages", lambda header, index, *_: index)
     monkeypatch.setattr(
         RegistrationWindows, "are_readable", lambda _, starts, nbytes: np.zeros(len(starts), bool)
     )
-    monkeypatch.setattr(module, "frame_pages", counted)
     monkeypatch.setattr(reader.loader, "_verify", True)
     assert not reader.load(range(4), first_block=9, sync=sync).failed
     assert sorted(seen) == sorted(4 * list(range(len(reader.caches))))
@@ -197,13 +204,9 @@ def test_a_step_gets_the_first_layers_of_all_payloads_before_the_last_of_any(
     replica.save(range(LAYERED_CHUNKS))
     assert not replica.load(range(LAYERED_CHUNKS), ALL_MINE[0]).failed  # they are in memory now
     wait_until(lambda: not replica.leased)  # otherwise there is no room for all of them
-    seen, scatter = list[tuple[int, int]](), PayloadLayout.scatter
-
-    def watched(layout: PayloadLayout, lane: Any, rows: range, *given: Any) -> None:
-        seen.append((rows.start, len(given[1])))
-        scatter(layout, lane, rows, *given)
-
-    monkeypatch.setattr(PayloadLayout, "scatter", watched)
+    seen = watched(
+        monkeypatch, PayloadLayout, "scatter", lambda *given: (given[2].start, len(given[4]))
+    )
     assert not replica.load(range(LAYERED_CHUNKS), ALL_MINE[0], sync=True).failed
     assert [row for row, _ in seen] == sorted(row for row, _ in seen)
     assert sum(count for _, count in seen) == LAYERED * LAYERED_CHUNKS
@@ -242,13 +245,7 @@ def test_closing_waits_once_for_a_device_that_hangs_and_not_for_each_load(
     for name in ("one", "other"):
         replica.loader.submit(replace(replica.load_plan(range(1), 9), request_id=name))
     wait_until(lambda: replica.loader.in_flight == 0)
-    waits, close = list[float](), LoadJob.close
-
-    def watched(job: LoadJob, seconds: float) -> LoadOutcome:
-        waits.append(seconds)
-        return close(job, seconds)
-
-    monkeypatch.setattr(LoadJob, "close", watched)
+    waits = watched(monkeypatch, LoadJob, "close", lambda job, seconds: seconds)
     monkeypatch.setattr(module, "_COPIES_S", 0.01)
     replica.loader.close()
     assert len(waits) == 2

@@ -51,10 +51,7 @@ ZEROS = torch.zeros(9, 2, 4, 8)
     ("caches", "reason"),
     [
         ([ZEROS, ZEROS], "KV cache of l0 does not return the blocks"),
-        (
-            [torch.zeros(4096).as_strided((9, 2, 4, 8), (32, 32, 8, 1)) for _ in range(2)],
-            "strides",
-        ),
+        ([torch.zeros(4096).as_strided((9, 2, 4, 8), (32, 32, 8, 1)) for _ in range(2)], "strides"),
         ([torch.zeros(9, 1, 4, 8).expand(9, 2, 4, 8) for _ in range(2)], "not supported"),
     ],
     ids=["layers share their memory", "blocks overlap", "heads are one and the same"],

@@ -1,7 +1,7 @@
 """Windows of an arena are registered in the background, and unlocked before it is unmapped."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
@@ -67,7 +67,7 @@ def ended(windows: RegistrationWindows) -> bool:
     return done.wait(PATIENCE_S) and windows.join(PATIENCE_S)
 
 
-def test_pages_exist_before_a_driver_locks_them(arena: Arena, pins: Pins) -> None:
+def test_pages_exist_before_a_driver_locks_them() -> None:
     """It would make them while no thread may launch a kernel."""
     large = Arena.create(64 * PAGE)
     before = os.fstat(large.fd).st_blocks
@@ -160,21 +160,10 @@ def test_a_fault_of_the_driver_does_not_keep_the_mapping(place: str) -> None:
     assert ended(windows)
 
 
-@pytest.fixture
-def arena() -> Iterator[Arena]:
-    arena = Arena.create(TOTAL + WINDOW)
-    for at in range(TOTAL + WINDOW):
-        arena.view[BOARD_BYTES + at] = at // 64 % 251
-    yield arena
-    arena.close()
-
-
 @pytest.mark.parametrize("beyond", [1, PAGE, 40 * PAGE])
-def test_spans_outside_the_arena_are_refused_and_keep_no_slab(
-    pins: Pins, arena: Arena, beyond: int
-) -> None:
+def test_spans_outside_the_arena_are_refused_and_keep_no_slab(pins: Pins, beyond: int) -> None:
     """Of one that is cut off after one byte, numpy would repeat that byte."""
-    pins.refuses = True
+    pins.refuses, arena = True, Arena.create(TOTAL + WINDOW)
     slabs = SlabPool("load", count=1, slab_bytes=PAGE)
     frames = ArenaRegistration(slabs, pins, window_bytes=WINDOW)
     frames.attach(arena)
@@ -183,7 +172,7 @@ def test_spans_outside_the_arena_are_refused_and_keep_no_slab(
         with pytest.raises(IndexError, match="spans from"):
             frames.readable(np.array([starts]), sizes)
         assert slabs.leased == 0
-    frames.detach(lambda: None)
+    frames.detach(arena.close)
     assert frames.join(PATIENCE_S)
 
 

@@ -337,18 +337,25 @@ def test_a_device_that_does_not_end_its_copies_holds_up_no_shutdown_and_is_told(
 
 
 @ON_HOST
-@pytest.mark.parametrize("is_closed", [False, True])
-def test_a_slab_that_a_hung_device_may_still_write_is_never_given_back(
-    four: Replica, is_closed: bool
-) -> None:
-    saver = saver_on(four, HungLane(), seconds=60.0 if is_closed else 0.05)
+@pytest.mark.parametrize("end", ["deadline", "closing", "fault"])
+def test_a_slab_that_a_device_may_still_write_is_never_given_back(four: Replica, end: str) -> None:
+    asked = list[int]()
+
+    def done() -> bool:
+        asked.append(1)
+        if end == "fault" and len(asked) > 1:
+            raise RuntimeError("an illegal memory access was encountered")
+        return False
+
+    lane = HungLane(HungMark(done))
+    saver = saver_on(four, lane, seconds=0.05 if end == "deadline" else 60.0)
     assert gathered(saver, plan_of(four, 0, 1)) == set()
-    if is_closed:
+    if end == "closing":
         saver.close(-10.0)  # the time to look is over
         assert saver._saves.threads == 0
     else:
-        assert saver.drain(PATIENCE_S), "its deadline has come"
-        assert not saver.left_device("r")
+        assert saver.drain(PATIENCE_S)
+        assert end == "fault" or not saver.left_device("r")
     assert four.save_slabs.leased == 2
     assert (four.recorder.value("saves"), four.recorder.value("save_drops")) == (0, 2)
     saver.close(-10.0)
@@ -381,24 +388,6 @@ def test_a_device_that_fails_costs_drops_and_no_slab_is_reused(
     monkeypatch.undo()
     assert not gathered(saver, plan_of(four, 0, 1, request="next")), "they may be tried again"
     saver.close(PATIENCE_S)
-
-
-@ON_HOST
-def test_a_device_that_fails_while_it_copies_costs_drops(four: Replica) -> None:
-    asked = list[int]()
-
-    def done() -> bool:
-        asked.append(1)
-        if len(asked) > 1:
-            raise RuntimeError("an illegal memory access was encountered")
-        return False
-
-    saver = saver_on(four, HungLane(HungMark(done)))
-    assert gathered(saver, plan_of(four, 0)) == set()
-    assert saver.drain(PATIENCE_S)
-    assert four.recorder.value("save_drops") == 1
-    assert four.save_slabs.leased == 1
-    saver.close(-10.0)
 
 
 @ON_HOST

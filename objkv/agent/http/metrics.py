@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from objkv.cache.worth import Decision
-from objkv.codec.payload import CODECS
+from objkv.codec.compress import CODECS
 from objkv.net.breaker import DIRECTIONS
 
 PREFIX: Final = "objkv_agent_"

@@ -24,7 +24,7 @@ from vllm.platforms import current_platform
 
 from objkv.agent.payloads import PayloadReader, PayloadWriter
 from objkv.assembly.link import AgentLink
-from objkv.codec.payload import HEADER_BYTES_MAX
+from objkv.codec.header import HEADER_BYTES_MAX
 from objkv.config import Config, load_config
 from objkv.connector.counters import ENCODER_METRICS
 from objkv.connector.encoder.fetch import EncoderFetcher

@@ -16,7 +16,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorWorkerMetadata,
 )
 
-from objkv.codec.payload import Claim, LayerSpec
+from objkv.codec.values import Claim, LayerSpec
 from objkv.keys.encoder import encoder_key, encoder_root
 from objkv.telemetry import added
 

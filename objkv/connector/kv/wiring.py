@@ -13,7 +13,8 @@ import torch
 from objkv.agent.client import Connect
 from objkv.agent.outbox import AgentSaves, Outbox
 from objkv.assembly.link import AgentLink
-from objkv.codec.payload import RAW_BYTES_MAX, payload_bytes_max
+from objkv.codec.payload import payload_bytes_max
+from objkv.codec.values import RAW_BYTES_MAX
 from objkv.config import Config
 from objkv.config.node import host_bytes
 from objkv.connector.kv.events import open_event_log

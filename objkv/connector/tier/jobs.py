@@ -21,8 +21,7 @@ from objkv.agent.client import CALL_S
 from objkv.agent.payloads import PayloadTransfer, ReadOutcome, WriteOutcome
 from objkv.background import Steps, StepThread, in_steps
 from objkv.cache.lookup import FindIndex, LookupLimits
-from objkv.codec.payload import LAYER_BYTES_MAX, Claim, LayerSpec
-from objkv.codec.values import DTYPE_BYTES
+from objkv.codec.values import DTYPE_BYTES, LAYER_BYTES_MAX, Claim, LayerSpec
 from objkv.errors import ConfigError, StoreError, TransferError
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.prefix import PREFIX_HASH_BYTES

@@ -16,7 +16,8 @@ from objkv.agent.client import AgentConnection
 from objkv.agent.memory.arena import CellState
 from objkv.agent.messages import Claims, Urgency
 from objkv.cache.chunks import publish_record, shard_record
-from objkv.codec.payload import header_bytes_needed, read_claimed, read_header
+from objkv.codec.header import header_bytes_needed, read_header
+from objkv.codec.payload import read_claimed
 from objkv.errors import TransferError
 from objkv.index.base import ChunkEntry, ShardRecord, WriteIndex
 from objkv.keys.prefix import prefix_hashes, root_hash

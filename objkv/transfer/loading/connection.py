@@ -48,8 +48,7 @@ class LoadConnection(ArenaLeases):
         on_device: ArenaRegistration | None,
         lost_s: float,
     ) -> None:
-        """``lost_s``: how long the copies of a lost connection are awaited. For the rest see
-        ``Loader``."""
+        """``lost_s``: how long copies of a lost connection are awaited. Else see ``Loader``."""
         super().__init__(connect, "loads from the agent", share=_SHARE)
         self._on_device, self._lost_s = on_device, lost_s
         self.layouts: dict[tuple[int, Source], PayloadLayout] = {}
@@ -66,8 +65,7 @@ class LoadConnection(ArenaLeases):
         self.layouts = {}
 
     def end(self, numbers: list[int], nbytes: int, mark: Mark | None) -> None:
-        """Have payloads released, by ``release_ended``, once the lane has passed ``mark``. None: it
-        was given nothing of them."""
+        """Have payloads released once the lane has passed ``mark``. None: it had none of them."""
         # Other loads and the agent need the room of what nothing reads.
         put = self.ended.appendleft if mark is None else self.ended.append
         put(_Ended(mark, numbers, nbytes))

@@ -24,8 +24,8 @@ from objkv.agent.memory.arena import CellState, Progress
 from objkv.agent.messages import MissReason, Urgency
 from objkv.background import Alarm, join_all
 from objkv.codec.header import identities
-from objkv.codec.payload import Claim, Header, frame_pages
-from objkv.codec.values import CHUNK_AT
+from objkv.codec.payload import frame_pages
+from objkv.codec.values import CHUNK_AT, Claim, Header
 from objkv.errors import PayloadError, TransferError
 from objkv.telemetry import Recorder
 from objkv.tracing import NO_SPAN, NO_TRACING, Span, Tracing
@@ -135,15 +135,13 @@ class LoadJob:
         return found
 
     def needed(self) -> int:
-        """Return how many leading moves are still needed: no earlier chunk failed, and the job is
-        open."""
+        """Return how many leading moves are needed: before any failed chunk, 0 if it is closed."""
         with self._changed:
             return self._open_moves()
 
     def begin_write(self, first: int) -> int:
         """Request permission to write moves from ``first`` on into their blocks. Returns where
-        those end that may be written. If it is beyond ``first``, the caller must call
-        ``end_write``."""
+        those end that may be written. If it is beyond ``first``, ``end_write`` must follow."""
         with self._changed:
             end = self._open_moves()
             if end > first:
@@ -153,9 +151,8 @@ class LoadJob:
             return end
 
     def end_write(self, moves: Sequence[int], layers: range, mark: Mark | None) -> None:
-        """End the writes that ``begin_write`` allowed: ``layers`` of these moves, of one group,
-        were verified and submitted to the lane before ``mark``. Without a mark no layer is recorded
-        as written."""
+        """End permitted writes: ``layers`` of these moves, of one group, were verified and
+        submitted before ``mark``. Without a mark no layer is recorded as written."""
         with self._changed:
             self._writing -= 1
             if mark is not None:
@@ -191,22 +188,19 @@ class LoadJob:
             self._changed.notify_all()
 
     def cancel(self, *, request_ended: bool = False) -> None:
-        """Have everything fail that is not written by now. ``request_ended``: see
-        ``Loader.cancel``."""
+        """Have what is not written by now fail. ``request_ended``: see ``Loader.cancel``."""
         with self._changed:
             self.request_ended = request_ended and not self._is_over()
             self.deadline = self._clock()
             self._changed.notify_all()
 
     def is_over(self) -> bool:
-        """Whether every move that is still needed has succeeded or failed, or the deadline has
-        passed."""
+        """Whether each move that is needed has succeeded or failed, or the deadline has passed."""
         with self._changed:
             return self._is_over()
 
     def wait_over(self) -> None:
-        """Block until the load is over. A move that lacks a layer by then has failed, see
-        ``wait_layer``."""
+        """Block until the load is over. Moves fail as in ``wait_layer``."""
         with self._changed:
             self._changed.wait_for(self._is_over, self.deadline - self._clock())
             reached, stops, _ = self._columns
@@ -353,8 +347,7 @@ class _Batch:
 
     def pieces(self) -> list[tuple[range, list[int]]]:
         """Return rows that are verified and not given to the lane yet, with all payloads that have
-        them in one layout, and for equally many blocks. A step gets the first layers of all
-        payloads first."""
+        them in one layout, for equally many blocks: the first layers of all payloads first."""
         alike: dict[tuple[PayloadLayout, int, int, tuple[int, int, int]], list[int]] = {}
         for n in self.left:
             if (layout := self.layouts.get(n)) is not None:
@@ -758,8 +751,7 @@ class Loader:
         self.link.end(numbers, int(batch.job.nbytes[some].sum()), batch.mark)
 
     def _disconnect(self, *, keep: bool = False) -> None:
-        """Give up the connection. What the lane was not given fails. ``keep``: see
-        ``LoadConnection.retire``."""
+        """Give up the connection. What the lane was not given fails. ``keep``: see ``retire``."""
         with self._lock:
             agent, self.link.agent = self.link.agent, None
             waiting, self._waiting = self._waiting, deque()
