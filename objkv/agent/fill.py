@@ -240,13 +240,10 @@ class Fill:
                 self._memory = self._arena_cache.allocate(self._one, size, is_sure=False)
             self._stored = staging.view(self.nbytes + spare)
             return True
-        is_sure = self._disk_copy is not None
-        if self._memory is None:
-            self._memory = self._arena_cache.allocate(
-                self._one, self.nbytes, spare, is_sure=is_sure
-            )
-        if self._memory is None and not is_sure and self._get(staging.view(1), 0, 0) is None:
-            return False
+        if self._memory is None and self._disk_copy is None:
+            self._memory = self._arena_cache.allocate(self._one, self.nbytes, spare, is_sure=False)
+            if self._memory is None and self._get(staging.view(1), 0, 0) is None:
+                return False
         self._stored = self._memory or self._allocate(self.nbytes, spare)
         return True
 

@@ -190,10 +190,7 @@ class HeldBackPayloads:
 
     def saved(self, path: str) -> None:
         """A payload is stored and published, or the next agent's."""
-        with self._lock:
-            one = self._remove(path)
-        if one is not None:
-            self._changed(one.claim.key.prefix_hash)
+        self._end(path)
 
     def keep_on_disk(self, path: str) -> bool:
         """Whether the disk has a payload. Until that is in the arena, its loss is reported."""
@@ -206,14 +203,7 @@ class HeldBackPayloads:
 
     def dropped(self, path: str) -> None:
         """The payload is lost."""
-        if path not in self._by_path:
-            return
-        with self._lock:
-            one = self._remove(path)
-        if one is None:
-            return
-        self._changed(one.claim.key.prefix_hash)
-        if not one.is_leased:
+        if (one := self._end(path)) is not None and not one.is_leased:
             self._recorder.count("agent_unsaved_dropped")
             self._recorder.count("agent_unsaved_dropped_bytes", one.nbytes)
 
@@ -259,6 +249,15 @@ class HeldBackPayloads:
             return replace(record, shards=shards | dict(record.shards))
         claim = next(iter(chunk.values())).claim
         return Record(prefix_hash, claim.parent_hash, claim.token_start, claim.token_end, shards)
+
+    def _end(self, path: str) -> _Held | None:
+        if path not in self._by_path:
+            return None
+        with self._lock:
+            one = self._remove(path)
+        if one is not None:
+            self._changed(one.claim.key.prefix_hash)
+        return one
 
     def _remove(self, path: str) -> _Held | None:
         one = self._by_path.pop(path, None)

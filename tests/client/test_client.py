@@ -9,7 +9,7 @@ import pytest
 
 import objkv
 from objkv.assembly.backends import Backends
-from objkv.client.matching import Matcher
+from objkv.client.client import Matcher
 from objkv.errors import ConfigError, StoreUnavailable
 from objkv.index.base import ChunkEntry
 from objkv.index.fields import WrittenShards, encode_shard
