@@ -189,7 +189,8 @@ class AgentConnection:
     def reject(self, claim: Claim) -> None:
         """Report that a payload is not what its key promises. It is not served or found any
         more."""
-        self._send(messages.pack_rejection(claim))
+        wanted = messages.OpenRequest(Urgency.IN_STEP, 0, Claims.of((claim,)))
+        self._send(messages.pack_open_request(wanted, MessageKind.REJECT))
 
     def commit(self, commits: Sequence[messages.Commit]) -> list[messages.CommitStatus]:
         """Hand over at most ``COMMITS_MAX`` payloads, or parts. The outbox may change then."""

@@ -257,14 +257,12 @@ class Core:
         *,
         disk: Disk | None = None,
         changed: Callable[[bytes], object] = lambda prefix_hash: None,
-        came_due: Callable[[], object] = lambda: None,
     ) -> None:
         """The core closes ``disk``, and neither ``cache`` nor ``arena``. ``changed``: called for a
-        chunk after a lookup of it has another outcome. ``came_due``: called after payloads that
-        were held back are to be saved. Neither may wait."""
+        chunk after a lookup of it has another outcome. It may not wait."""
         self.found = FoundRecords()
         self._answers_changed = changed
-        self.arena_cache = ArenaCache(arena, recorder, self.record_changed, came_due, disk)
+        self.arena_cache = ArenaCache(arena, recorder, self.record_changed, disk)
         self.spill: Spill | None = None
         if disk is not None:
             readers = max(1, limits.threads - max(1, limits.threads // 4))

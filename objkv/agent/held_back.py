@@ -80,15 +80,14 @@ class HeldBackPayloads:
         self,
         recorder: Recorder,
         changed: Callable[[bytes], object] = lambda prefix_hash: None,
-        came_due: Callable[[], object] = lambda: None,
         disk: Disk | None = None,
-        *,
-        clock: Callable[[], float] = monotonic,
     ) -> None:
-        """``changed``: called after a chunk's payload came or went. ``came_due``: called after some
-        became due. Neither may wait. ``disk``: it may have payloads that left the arena."""
-        self._recorder, self._disk, self._clock = recorder, disk, clock
-        self._changed, self._came_due = changed, came_due
+        """``changed``: called after a chunk's payload came or went. It may not wait. ``disk``: it
+        may have payloads that left the arena."""
+        self._recorder, self._disk, self._changed = recorder, disk, changed
+        self._clock: Callable[[], float] = monotonic
+        self.came_due: Callable[[], object] = lambda: None
+        """Called after some became due; who saves them sets it. It may not wait."""
         self._lock = Lock()
         self._by_path: dict[str, _Held] = {}
         self._by_chunk: dict[str, dict[bytes, dict[str, _Held]]] = {}
@@ -151,7 +150,7 @@ class HeldBackPayloads:
             is_due = seen is not None and seen.is_due
         if due:
             self._recorder.count("agent_unsaved_due", len(due))
-            self._came_due()
+            self.came_due()
         return is_due
 
     def put(self, path: str) -> bool:

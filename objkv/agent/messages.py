@@ -286,15 +286,9 @@ def unpack_text(message: bytes) -> str:
     return message[1:].decode(errors="replace")
 
 
-def pack_rejection(wanted: Claim) -> bytes:
-    """Return the message that a payload is not what its key promises."""
-    return pack_open_request(
-        OpenRequest(Urgency.IN_STEP, 0, Claims.of((wanted,))), MessageKind.REJECT
-    )
-
-
 def pack_open_request(opening: OpenRequest, kind: MessageKind = MessageKind.OPEN) -> bytes:
-    """Return the message. There are at most ``OPEN_MAX`` payloads."""
+    """Return the message. There are at most ``OPEN_MAX`` payloads. ``kind``: REJECT if they are not
+    what their keys promise."""
     urgency, deadline_ms, wanted = opening
     assert 0 < len(wanted) <= OPEN_MAX
     names = "\n".join(wanted.fields).encode()

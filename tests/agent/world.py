@@ -124,13 +124,12 @@ class Node:
             self.recorder,
             disk=disk,
             changed=board.discard,
-            came_due=lambda: self.saves.wake(),
         )
         self.arena_cache = self.core.arena_cache
         self.saves = NodeSaves(
             self.cache,
             self.core,
-            NodeSaveLimits(2, saves_max, save_deadline_s, codec, far=True, may_save=may_save),
+            NodeSaveLimits(2, saves_max, save_deadline_s, codec, may_save=may_save),
             policy or put_policy("reused" if holds_back else "all"),
             self.recorder,
         )
