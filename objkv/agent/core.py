@@ -122,8 +122,7 @@ class FetchQueue:
     def hasten(self, one: CachedPayload, due: Priority) -> bool:
         """Another client waits for a payload too: if it is queued, the more urgent of both
         urgencies and the later of both deadlines apply. Returns whether it is queued."""
-        job = self._jobs.get(one)
-        if job is None:
+        if (job := self._jobs.get(one)) is None:
             return False
         urgency, priority = min(due[:2], job[:2])
         deadline = max(job.deadline, due.deadline)

@@ -231,9 +231,7 @@ class NodeAgent(AbstractContextManager["NodeAgent"]):
             (_FAR_SAVERS_EACH if far else _SAVERS_EACH) * config.load_threads,
             _SAVE_QUEUE_MAX,
             config.save_deadline_ms / 1000,
-            config.codec
-            if far or config.codec != "auto"
-            else "none",
+            config.codec if far or config.codec != "auto" else "none",
             may_save=config.role != "reader",
         )
 
