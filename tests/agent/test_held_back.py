@@ -4,6 +4,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from itertools import takewhile
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,7 @@ from objkv.agent.fill import PayloadRequest
 from objkv.agent.memory.arena import CellState
 from objkv.agent.messages import CommitStatus, MissReason, PrefetchOrder, is_held_back
 from objkv.agent.prefetch import Matched, Prefetches
-from objkv.codec.payload import read_header
-from objkv.errors import StoreBusy, StoreUnavailable, TransferError
+from objkv.errors import StoreUnavailable, TransferError
 from objkv.index.base import ChunkEntry, ShardRecord
 from tests.agent.consistency import paths_of
 from tests.agent.world import (
@@ -23,13 +24,19 @@ from tests.agent.world import (
     RIGHT,
     Desk,
     Node,
+    Paused,
     WatchedStore,
+    busy,
+    claims_in,
     down,
     ended,
+    hashes_in,
     making,
     opened,
     pages_at,
+    paths,
     payloads,
+    raising,
 )
 from tests.contracts.memory_index import MemoryIndex
 from tests.support.agents import AgentProcess
@@ -107,22 +114,11 @@ def read(client: AgentConnection, wanted: PayloadRequest) -> MissReason:
 
 def find(client: AgentConnection, made: Sequence[bytes]) -> list[PayloadRequest]:
     """What a client's lookup finds, up to the first miss."""
-    claims = [read_header(payload).claim for payload in made]
+    claims = claims_in(made)
     fields = (claims[0].key.field,)
-    wanted = []
-    for claim, shards in zip(
-        claims,
-        complete(client.find(NAMESPACE, [claim.key.prefix_hash for claim in claims], fields)),
-        strict=True,
-    ):
-        if not shards:
-            break
-        wanted.append(PayloadRequest(claim, shards[fields[0]]))
-    return wanted
-
-
-def paths(made: Sequence[bytes]) -> list[str]:
-    return [read_header(payload).claim.key.path() for payload in made]
+    found = complete(client.find(NAMESPACE, hashes_in(made), fields))
+    both = takewhile(itemgetter(1), zip(claims, found, strict=True))
+    return [PayloadRequest(claim, shards[fields[0]]) for claim, shards in both]
 
 
 @pytest.fixture
@@ -133,12 +129,9 @@ def make() -> Iterator[Callable[..., Holder]]:
 
 def of_index(node: Node, made: Sequence[bytes]) -> list[ShardRecord | None]:
     """The index's own records."""
-    found = []
-    for payload in made:
-        key = read_header(payload).claim.key
-        (shards,) = node.index.find(NAMESPACE, [key.prefix_hash], [key.field])
-        found.append(None if shards is None else shards[key.field])
-    return found
+    field = claims_in(made)[0].key.field
+    found = [node.index.find(NAMESPACE, [one], [field])[0] for one in hashes_in(made)]
+    return [shards and shards[field] for shards in found]
 
 
 def test_what_was_seen_once_is_found_on_its_node_alone_and_what_is_made_twice_is_stored(
@@ -160,30 +153,18 @@ def test_what_was_seen_once_is_found_on_its_node_alone_and_what_is_made_twice_is
     assert [key.path() for key in node.desk.accepted] == paths(made[:1])
 
 
-class GatedStore(WatchedStore):
-    """Puts nothing before ``gate`` is set."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = threading.Event()
-
-    def put_if_absent(self, key: str, value: Any) -> bool:
-        assert self.gate.wait(PATIENCE_S)
-        return super().put_if_absent(key, value)
-
-
 def test_what_the_agent_took_is_found_from_then_on_although_it_was_missing_just_now(
     make: Make,
 ) -> None:
-    store = GatedStore()
-    node, made = make(holds_back=False, store=store), payloads()
+    node, made = make(holds_back=False), payloads()
+    put = Paused(node.store, "put_if_absent")
     assert node.find(made) == []
     for payload in made:
         assert node.desk.hand_over(payload) is CommitStatus.ACCEPTED
     found = node.find(made)
     assert [is_held_back(one.record) for one in found] == [True] * 3, "none is stored yet"
     assert [read(node.reader, one) for one in found] == [MissReason.NONE] * 3
-    store.gate.set()
+    put.go.set()
     assert node.saves.drain(PATIENCE_S)
     assert node.stored == set(paths(made))
     assert [one.record for one in node.find(made)] == of_index(node, made)
@@ -264,34 +245,25 @@ def test_no_save_is_begun_later_because_an_agent_is_being_connected_to(
 ) -> None:
     """A forward pass begins it."""
     node, made = make(), payloads()
-    connecting, gate, begun = threading.Event(), threading.Event(), list[bool]()
-
-    def late(**_: Any) -> AgentConnection:
-        connecting.set()
-        gate.wait(PATIENCE_S)
-        raise TransferError("gone")
-
-    monkeypatch.setattr(node, "connect", late)
-    key = read_header(made[1]).claim.key
-    forward = threading.Thread(target=lambda: begun.append(node.desk.saves.begin_save(key.path())))
-    with ThreadPoolExecutor(1) as pool:
+    monkeypatch.setattr(node, "connect", raising(TransferError("gone")))
+    connect = Paused(node, "connect")
+    with ThreadPoolExecutor(2) as pool:
         try:
             handed = pool.submit(node.desk.hand_over, made[0])
-            assert connecting.wait(PATIENCE_S)
-            forward.start()
-            wait_until(lambda: begun == [True])
+            assert connect.begun.wait(PATIENCE_S)
+            forward = pool.submit(node.desk.saves.begin_save, paths(made)[1])
+            assert forward.result(PATIENCE_S)
         finally:
-            gate.set()
+            connect.go.set()
         assert isinstance(handed.exception(), TransferError)
-        forward.join()
 
 
 def test_a_commit_that_says_so_is_stored_when_there_is_room(make: Make) -> None:
-    store, made = GatedStore(), payloads()
-    node = make(memory=3 * 8192, store=store)
+    node, made = make(memory=3 * 8192), payloads()
+    put = Paused(node.store, "put_if_absent")
     outcomes = [node.desk.hand_over(one, puts=True) for one in made]
     assert outcomes == [CommitStatus.ACCEPTED] * 3
-    store.gate.set()
+    put.go.set()
     assert node.saves.drain(PATIENCE_S)
     assert node.stored == set(paths(made))
     assert [key.path() for key in node.desk.accepted] == paths(made)
@@ -326,11 +298,7 @@ def test_a_held_back_payload_can_be_evicted_and_is_an_ordinary_miss_then(make: M
     assert node.find(made) == []
     gets = sum(node.store.gets.values())
     for error in (StoreUnavailable("down"), RuntimeError("a bug")):
-
-        def broken(*_: object, error: Exception = error) -> Any:
-            raise type(error)(*error.args)  # one that is kept keeps all that its frames had
-
-        node.index.find = broken  # type: ignore[method-assign]
+        node.index.find = raising(error)  # type: ignore[method-assign]
         assert node.read([wanted]) == [MissReason.STORE]
         del node.index.find
     assert node.read([wanted]) == [MissReason.MISSING]
@@ -353,25 +321,21 @@ def test_without_an_index_a_payload_stays_in_memory(make: Make) -> None:
 
 def test_payloads_that_come_together_share_a_round_trip(make: Make) -> None:
     node, made = make(), payloads(list(range(16 * 9)))
-    sight, gate, sizes = node.index.record_sightings, threading.Event(), list[int]()
+    sight, sizes = node.index.record_sightings, list[int]()
 
-    def slow(names: Sequence[str], *, ttl_s: int) -> list[bool]:
+    def seen(names: Sequence[str], *, ttl_s: int) -> list[bool]:
         sizes.append(len(names))
-        assert gate.wait(PATIENCE_S)
         return sight(names, ttl_s=ttl_s)
 
-    node.index.record_sightings = slow  # type: ignore[method-assign]
+    node.index.record_sightings = seen  # type: ignore[method-assign]
+    slow = Paused(node.index, "record_sightings")
     node.desk.hand_over(made[0])
-    wait_until(lambda: sizes == [1])
+    assert slow.begun.wait(PATIENCE_S)
     for payload in made[1:]:
         node.desk.hand_over(payload)
-    gate.set()
+    slow.go.set()
     assert node.saves.drain(PATIENCE_S)
     assert sizes == [1, 8]
-
-
-def busy(*_: object) -> bool:
-    raise StoreBusy("slow down")
 
 
 @pytest.mark.parametrize(
@@ -443,15 +407,11 @@ def test_a_payload_that_a_reader_refuses_is_held_back_no_longer(make: Make) -> N
 
 
 def test_a_lookup_that_has_just_missed_a_payload_finds_it_and_what_follows(make: Make) -> None:
-    store, index = WatchedStore(), MemoryIndex()
-    node = make(store=store, index=index)
-    made = payloads()
+    node, made = make(), payloads()
     assert node.find(made) == []
     node.save(TOKENS)
-    for payload in made[:1]:  # the first chunk is only held back, the others are stored
-        key = read_header(payload).claim.key
-        index.drop(NAMESPACE, key.prefix_hash)
-        store.delete(key.path())
+    node.index.drop(NAMESPACE, hashes_in(made)[0])  # only held back; the others are stored
+    node.store.delete(paths(made)[0])
     assert node.find(made) == []
     node.commit(made[:1])
     wanted = node.find(made)
@@ -463,22 +423,12 @@ def test_a_lookup_that_has_just_missed_a_payload_finds_it_and_what_follows(make:
 def test_a_chunk_with_some_of_its_shards_stored_is_found_with_all(make: Make) -> None:
     node, made = make(), payloads()
     node.commit(made)
-    claim = read_header(made[1]).claim
-    other = "0.L0-2_H2-4"
-    assert other != claim.key.field
-    record = ShardRecord(5, 5, True, False, "00", 1)
-    entry = ChunkEntry(
-        NAMESPACE, claim.key.prefix_hash, claim.parent_hash, claim.token_start, claim.token_end
-    )
+    claim, hashes, other = claims_in(made)[1], hashes_in(made), "0.L0-2_H2-4"
+    record, field = ShardRecord(5, 5, True, False, "00", 1), claim.key.field
+    entry = ChunkEntry(NAMESPACE, hashes[1], claim.parent_hash, claim.token_start, claim.token_end)
     node.index.publish(entry, {other: record}, ttl_s=100)
-    hashes = [read_header(payload).claim.key.prefix_hash for payload in made]
-    fields = (claim.key.field, other)
-    found = complete(node.reader.find(NAMESPACE, hashes, fields))
-    assert [set(shards or ()) for shards in found] == [
-        {claim.key.field},
-        set(fields),
-        {claim.key.field},
-    ]
+    found = complete(node.reader.find(NAMESPACE, hashes, (field, other)))
+    assert [set(shards or ()) for shards in found] == [{field}, {field, other}, {field}]
     assert (found[1] or {})[other] == record
     prefetches = Prefetches(node.core, node.index, node.store)
     assert counts(prefetches.match(NAMESPACE, hashes)) == (3, 3, 1, 48)
@@ -490,8 +440,7 @@ def counts(found: Matched) -> tuple[int, int, int, int]:
 
 def test_a_router_sees_held_back_payloads(make: Make) -> None:
     node, made = make(memory=3 * 8192), payloads()
-    prefetches = Prefetches(node.core, node.index, node.store)
-    hashes = [read_header(payload).claim.key.prefix_hash for payload in made]
+    prefetches, hashes = Prefetches(node.core, node.index, node.store), hashes_in(made)
     assert counts(prefetches.match(NAMESPACE, hashes)) == (3, 0, 0, 0)
     node.commit(made)
     assert counts(prefetches.match(NAMESPACE, hashes)) == (3, 3, 3, 48)
@@ -559,14 +508,14 @@ def test_an_engine_that_has_gone_loses_nothing_and_an_agent_what_it_held_back(
 
 def test_saves_that_wait_lease_at_most_a_quarter_of_the_arena(make: Make) -> None:
     """The others wait without a lease, and are lost only if their memory is needed."""
-    store = GatedStore()
-    node, made = make(holds_back=False, store=store, memory=10 * 4096), payloads()
+    node, made = make(holds_back=False, memory=10 * 4096), payloads()
+    put = Paused(node.store, "put_if_absent")
     accepted, held_back = CommitStatus.ACCEPTED, CommitStatus.HELD_BACK
     assert [node.commit_one(one) for one in made] == [accepted, accepted, held_back]
     assert node.commit_one(made[2]) is held_back
     assert node.arena_cache.leased() == 2, "each has 5 KiB, and a quarter is 10 KiB"
     assert node.held == set(paths(made))
-    store.gate.set()
+    put.go.set()
     assert node.saves.drain(PATIENCE_S)
     assert node.stored == set(paths(made))
     assert not node.held
@@ -578,8 +527,8 @@ def test_saves_that_wait_lease_at_most_a_quarter_of_the_arena(make: Make) -> Non
 def test_an_agent_that_ends_puts_what_is_due_within_its_deadline(
     is_in_time: bool, make: Make
 ) -> None:
-    store, made = GatedStore(), payloads()
-    node = make(store=store, saves_max=1)
+    node, made = make(saves_max=1), payloads()
+    put = Paused(node.store, "put_if_absent")
     node.commit(made)
     wanted = node.find(made)
     assert {read(node.reader, one) for one in wanted[:2]} == {MissReason.NONE}
@@ -587,10 +536,10 @@ def test_an_agent_that_ends_puts_what_is_due_within_its_deadline(
     ending = threading.Thread(target=node.saves.close, args=(PATIENCE_S if is_in_time else 0.1,))
     ending.start()
     if is_in_time:
-        store.gate.set()
+        put.go.set()
     ending.join(PATIENCE_S)
     lost, stored = node.held, node.stored
-    store.gate.set()
+    put.go.set()
     assert stored == (set(paths(made[:2])) if is_in_time else set())
     assert lost == set(paths(made[2:] if is_in_time else made))
     assert read(node.reader, wanted[2]) is MissReason.NONE, "too late to be put, and harmless"

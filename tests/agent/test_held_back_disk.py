@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from threading import Event, Thread
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -18,8 +18,8 @@ from objkv.codec.payload import read_header
 from objkv.index.base import ChunkEntry, ShardRecord
 from tests.agent.consistency import fetches_of
 from tests.agent.test_disk import adds_up
-from tests.agent.test_held_back import Holder, Service, find, paths, read
-from tests.agent.world import PATIENCE_S, down, making, payloads
+from tests.agent.test_held_back import Holder, Service, find, read
+from tests.agent.world import PATIENCE_S, Paused, down, hashes_in, making, paths, payloads
 from tests.support.agents import AgentProcess
 from tests.support.samples import NAMESPACE
 from tests.support.waiting import wait_until
@@ -86,8 +86,7 @@ def test_what_the_arena_evicted_is_found_read_from_disk_and_then_saved(make: Mak
 def test_what_only_the_disk_has_is_read_and_saved_if_it_is_to_be_put(make: Make) -> None:
     node, made = make(), payloads()
     node.keep(made)
-    hashes = [read_header(one).claim.key.prefix_hash for one in made]
-    prefetches = Prefetches(node.core, node.index, node.store)
+    hashes, prefetches = hashes_in(made), Prefetches(node.core, node.index, node.store)
     assert prefetches.start(NAMESPACE, hashes, PrefetchOrder(PATIENCE_S)).started == len(made)
     wait_until(lambda: fetches_of(node.core) == 0)
     assert not node.stored, "no request has read it"
@@ -95,16 +94,10 @@ def test_what_only_the_disk_has_is_read_and_saved_if_it_is_to_be_put(make: Make)
     for path in paths(made):
         node.arena_cache.held_back.put(path)
     assert node.saves.drain(PATIENCE_S), "none is in memory"
-    order, gate, get_into = PrefetchOrder(PATIENCE_S, puts=True), Event(), node.disk.get_into
-
-    def late(*arguments: Any) -> int | None:
-        assert gate.wait(PATIENCE_S)
-        return get_into(*arguments)
-
-    node.disk.get_into = late  # type: ignore[method-assign]
+    order, read_file = PrefetchOrder(PATIENCE_S, puts=True), Paused(node.disk, "get_into")
     assert prefetches.start(NAMESPACE, hashes, order).started == len(made)
     assert node.saves.drain(PATIENCE_S), "none has come to memory yet"
-    gate.set()
+    read_file.go.set()
     wait_until(lambda: fetches_of(node.core) == 0)
     assert node.saves.drain(PATIENCE_S)
     assert node.stored == set(paths(made))

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from threading import Event
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from tests.agent.consistency import keeps_promises
 from tests.agent.world import (
     PATIENCE_S,
     Node,
+    Paused,
     claims_of,
     ended,
     making,
@@ -155,16 +155,10 @@ def test_who_opens_what_comes_as_another_claim_gets_nothing_of_it(
     make: Callable[..., Node], change: dict[str, Any]
 ) -> None:
     node = make()
-    wanted, client, inside, goes_on = node.save()[1], node.connect(), Event(), Event()
-
-    def wait(_: str) -> None:
-        inside.set()
-        assert goes_on.wait(PATIENCE_S)
-
-    node.store.on_get = wait
+    wanted, client, get = node.save()[1], node.connect(), Paused(node.store, "on_get")
     (before,) = opened(client, [wanted])
-    assert inside.wait(PATIENCE_S)
+    assert get.begun.wait(PATIENCE_S)
     is_refused(client, wanted, change)
     assert node.arena_cache.leased() == 1
-    goes_on.set()
+    get.go.set()
     assert ended(client, before).state is CellState.READY

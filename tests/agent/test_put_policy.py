@@ -15,8 +15,8 @@ from objkv.codec.payload import Claim
 from objkv.index.base import Savings
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard
-from tests.agent.test_held_back import Holder, paths
-from tests.agent.world import PATIENCE_S, payloads, put_policy
+from tests.agent.test_held_back import Holder
+from tests.agent.world import PATIENCE_S, paths, payloads, put_policy
 from tests.contracts.clock import ManualClock
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore

@@ -5,7 +5,6 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -21,7 +20,7 @@ from objkv.agent.memory.arena import CellState
 from objkv.agent.messages import CommitStatus, MissReason, PrefetchOrder, Urgency
 from objkv.cache.switch import SWITCH_PATH
 from objkv.codec.payload import read_header
-from objkv.errors import StoreBusy, StoreDenied, StoreError, StoreUnavailable, TransferError
+from objkv.errors import StoreDenied, StoreError, StoreUnavailable, TransferError
 from objkv.keys.identity import identity_path
 from objkv.ops.agent_api import AgentApi
 from tests.agent.world import (
@@ -29,6 +28,9 @@ from tests.agent.world import (
     RIGHT,
     Desk,
     Node,
+    Paused,
+    busy,
+    claims_in,
     claims_of,
     denied,
     ended,
@@ -36,6 +38,7 @@ from tests.agent.world import (
     opened,
     pages_at,
     payloads,
+    raising,
     serving,
 )
 from tests.support.samples import NAMESPACE
@@ -201,28 +204,25 @@ def test_there_is_a_limit_of_clients_leases_and_deadlines(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("place", "name", "error"),
     [
-        (threading.Thread, "start", RuntimeError),
-        (server_module, "Alarm", partial(OSError, errno.EMFILE, "too many open files")),
-        (server_module, "peer_of", MemoryError),
+        (threading.Thread, "start", RuntimeError()),
+        (server_module, "Alarm", OSError(errno.EMFILE, "too many open files")),
+        (server_module, "peer_of", MemoryError()),
     ],
 )
 def test_clients_are_accepted_again_whatever_went_wrong_with_one(
     monkeypatch: pytest.MonkeyPatch,
     place: object,
     name: str,
-    error: Callable[[], Exception],
+    error: Exception,
     clients_max: int,
 ) -> None:
     """A client is served, or refused, once there are threads, descriptors and memory again."""
-
-    def none_left(*_: object) -> None:
-        raise error()
 
     monkeypatch.setattr(server_module, "_PAUSE_S", 0.01)
     monkeypatch.setattr(server_module, "_CLIENTS_MAX", clients_max)
     node = Node().listen()
     with monkeypatch.context() as patch:
-        patch.setattr(place, name, none_left)
+        patch.setattr(place, name, raising(error))
         with pytest.raises(TransferError):
             node.connect()
     assert node.server.is_accepting
@@ -261,12 +261,9 @@ def test_those_beyond_the_limit_get_few_threads_and_one_line_of_log(
 def test_without_a_free_descriptor_there_is_no_agent(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def none_left(*_: object) -> Any:
-        raise OSError(24, "Too many open files")
-
     calls = AgentCalls(lambda: AgentConnection(node.path))
     with monkeypatch.context() as patch:
-        patch.setattr(socket, "socket", none_left)
+        patch.setattr(socket, "socket", raising(OSError(24, "Too many open files")))
         with pytest.raises(StoreUnavailable, match="Too many open files"):
             Completed(calls).run("get", path=SWITCH_PATH)
         assert not is_listening(node.path)
@@ -275,17 +272,15 @@ def test_without_a_free_descriptor_there_is_no_agent(
 
 def test_an_agent_that_never_answers_is_lost_in_time(node: Node) -> None:
     client = AgentConnection(node.path, call_s=1.0)
-    gate, answered = threading.Event(), list[bool]()
-    node.index.find = lambda *_: answered.append(gate.wait(20)) or []  # type: ignore[assignment, method-assign, func-returns-value]
+    find = Paused(node.index, "find")
     assert client.send(m.pack_find(NAMESPACE, [bytes(20)], ("0.L0-2_H0-2",)))
     assert client.receive() is None
     with pytest.raises(TransferError, match="no answer"):
         client.commit([m.Commit(0, 1)])
-    assert not answered
     assert not client.is_open
     with pytest.raises(TransferError, match="lost"):
         complete(client.find(NAMESPACE, [bytes(20)], ("0.L0-2_H0-2",)))
-    gate.set()
+    find.go.set()
     client.close()
 
 
@@ -443,7 +438,7 @@ def test_what_was_handed_over_is_saved_and_resident(node: Node, desk: Desk) -> N
     made = payloads()
     assert [desk.hand_over(payload) for payload in made] == [CommitStatus.ACCEPTED] * 3
     assert node.saves.drain(PATIENCE_S)
-    keys = [read_header(payload).claim.key for payload in made]
+    keys = [claim.key for claim in claims_in(made)]
     assert [node.store.get(key.path()) for key in keys] == made
     client = node.connect()
     leases = opened(client, node.wanted(keys))
@@ -475,9 +470,6 @@ def test_no_wrong_payload_is_saved(node: Node, desk: Desk, spoil: Callable[[byte
 
 
 def test_an_overloaded_or_full_store_is_reported(node: Node, desk: Desk) -> None:
-    def busy(key: str, value: object) -> bool:
-        raise StoreBusy("slow down")
-
     first, second, third = payloads()
     put, node.store.put_if_absent = node.store.put_if_absent, busy  # type: ignore[assignment, method-assign]
     desk.hand_over(first)

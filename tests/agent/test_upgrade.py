@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from tests.agent.world import (
     RIGHT,
     Desk,
     Node,
+    Paused,
     ended,
     gated,
     opened,
@@ -35,7 +37,7 @@ from tests.agent.world import (
 )
 from tests.support.agents import AgentProcess
 from tests.support.samples import NAMESPACE, save
-from tests.support.steps import Completed, complete
+from tests.support.steps import Completed
 from tests.support.waiting import wait_until
 
 
@@ -96,28 +98,15 @@ def test_a_client_that_keeps_its_lease_is_waited_for_within_bounds(node: Node) -
 
 
 def test_a_client_that_is_being_answered_gets_its_answer(node: Node) -> None:
-    wanted, entered, gate = node.save(), threading.Event(), threading.Event()
-    find = node.index.find
-
-    def slow(*given: object) -> object:
-        entered.set()
-        gate.wait(PATIENCE_S)
-        return find(*given)  # type: ignore[arg-type]
-
-    node.index.find = slow  # type: ignore[assignment, method-assign]
+    key, find = node.save()[0].claim.key, Paused(node.index, "find")
     calls = AgentCalls(lambda: node.connect(wants_arena=False))
-    key = wanted[0].claim.key
-    found: list[object] = []
-    asking = threading.Thread(
-        target=lambda: found.extend(complete(calls.find(NAMESPACE, [key.prefix_hash], [key.field])))
-    )
-    asking.start()
-    assert entered.wait(PATIENCE_S)
-    old = Old(node)
-    gate.set()
-    asking.join(PATIENCE_S)
-    assert len(found) == 1
-    assert found[0] is not None
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(Completed(calls).find, NAMESPACE, [key.prefix_hash], [key.field])
+        assert find.begun.wait(PATIENCE_S)
+        old = Old(node)
+        find.go.set()
+        (found,) = asked.result(PATIENCE_S)
+    assert found is not None
     assert old.join() is True
     calls.close()
 
@@ -169,28 +158,17 @@ def test_a_load_that_an_old_agent_does_not_open_is_loaded_by_the_next(
     node: Node,
     next_one: Callable[[], Node],
     reader_over: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reader = reader_over(node.store, node.index, node.path)
     assert reader.can_load()
-    gate, entered, opening = threading.Event(), threading.Event(), AgentConnection.open
-
-    def held(agent: AgentConnection, *given: Any, **more: Any) -> Any:
-        if not entered.is_set():
-            entered.set()
-            gate.wait(PATIENCE_S)
-        return opening(agent, *given, **more)
-
-    monkeypatch.setattr(AgentConnection, "open", held)
-    loaded: list[bool] = []
-    loading = threading.Thread(target=lambda: loaded.append(reader.can_load()))
-    loading.start()
-    assert entered.wait(PATIENCE_S)  # between having seen its job and opening it
-    node.core.drain()
-    next_one()
-    gate.set()
-    loading.join(PATIENCE_S)
-    assert loaded == [True]
+    opening = Paused(reader.loader.link.agent, "open")
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(reader.can_load)
+        assert opening.begun.wait(PATIENCE_S)  # between having seen its job and opening it
+        node.core.drain()
+        next_one()
+        opening.go.set()
+        assert loading.result(PATIENCE_S)
     assert reader.can_load()
     assert reader.replica.recorder.value("load_errors") == 0
     reader.close()
