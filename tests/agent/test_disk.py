@@ -20,14 +20,15 @@ from objkv.agent.arena_cache import CachedPayload
 from objkv.agent.client import AgentConnection
 from objkv.agent.disk import Disk, DiskFolder
 from objkv.agent.fill import PayloadRequest
+from objkv.agent.http.metrics import PREFIX
 from objkv.agent.memory.arena import PAGE, CellState
 from objkv.agent.messages import CommitStatus, Urgency
 from objkv.assembly.backends import open_backends
-from objkv.codec.payload import read_header
 from objkv.codec.seal import Seal
 from objkv.config import Config
 from objkv.errors import ConfigError, PayloadError, StoreUnavailable
 from objkv.net.breaker import BreakerLimits
+from objkv.ops.top import values_of
 from objkv.telemetry import NullRecorder
 from tests.agent.consistency import is_consistent
 from tests.agent.test_core import fetch, right
@@ -36,13 +37,17 @@ from tests.agent.world import (
     PATIENCE_S,
     RIGHT,
     Node,
+    Paused,
     WatchedStore,
+    claims_in,
     ended,
     http_of,
     making,
     opened,
     pages_at,
+    paths,
     payloads,
+    raising,
     wanted_of,
 )
 from tests.codec.seals import SEALS
@@ -142,14 +147,9 @@ def test_what_was_loaded_comes_back_from_disk(
     assert node.gets() == 3, "once each, the second time from disk"
     with http_of(node) as http:
         _, page = Router(http).ask("GET", "/metrics")
-    for line in (
-        "disk_payloads 3",
-        f"disk_bytes {node.disk.nbytes}",
-        f"disk_max_bytes {BOUND}",
-        "disk_hits_total 3",
-        "disk_writes_total 3",
-    ):
-        assert f"objkv_agent_{line}\n" in page
+    due = {"disk_payloads": 3, "disk_bytes": node.disk.nbytes, "disk_max_bytes": BOUND}
+    due |= {"disk_hits_total": 3, "disk_writes_total": 3}
+    assert values_of(page).items() >= {(PREFIX + name, value) for name, value in due.items()}
     for file in files(tmp_path):
         assert file.stat().st_mode & 0o777 == 0o600
         assert file.parent.stat().st_mode & 0o777 == 0o700
@@ -225,13 +225,12 @@ def test_no_changed_byte_is_served(data: st.DataObject, kind: str | None) -> Non
 
 def sealed(node: Node) -> list[PayloadRequest]:
     """Payloads that were saved through the node, and so sealed."""
-    keys = [read_header(payload).claim.key for payload in payloads()]
     for payload in payloads():
         assert node.commit_one(payload) is CommitStatus.ACCEPTED
     assert node.saves.drain(PATIENCE_S)
-    for key in keys:
-        node.arena_cache.forget(key.path())
-    return node.wanted(keys)
+    for path in paths(payloads()):
+        node.arena_cache.forget(path)
+    return node.wanted([claim.key for claim in claims_in(payloads())])
 
 
 def test_what_is_encrypted_in_the_bucket_is_encrypted_on_disk(
@@ -293,13 +292,6 @@ def test_nothing_is_announced_before_all_is_verified(
     assert all(announced), "only frames of the store"
 
 
-def refuse(monkeypatch: pytest.MonkeyPatch, name: str, number: int) -> None:
-    def fails(*args: object, **kwargs: object) -> int:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(module.os, name, fails)
-
-
 @pytest.mark.usefixtures("no_probes")
 def test_a_full_disk_is_left_out_and_leaves_nothing(
     make: Callable[..., DiskNode], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -307,7 +299,7 @@ def test_a_full_disk_is_left_out_and_leaves_nothing(
     node = make()
     wanted = node.save(tuple(range(16 * 12)))
     with monkeypatch.context() as full:
-        refuse(full, "write", errno.ENOSPC)
+        full.setattr(module.os, "write", raising(OSError(errno.ENOSPC, "no space")))
         for one in wanted:
             node.load(one)
     assert (node.count("errors"), node.count("drops")) == (5, 7), "then it is paused"
@@ -325,7 +317,7 @@ def test_a_failing_disk_is_left_out_and_the_stores_are_read(
     node.load(*wanted)
     node.evict(*wanted)
     with monkeypatch.context() as broken:
-        refuse(broken, "preadv", errno.EIO)
+        broken.setattr(module.os, "preadv", raising(OSError(errno.EIO, "broken")))
         for one in wanted:
             node.load(one)
     assert (node.count("hits"), node.count("errors"), node.count("busy")) == (0, 5, 7)
@@ -378,7 +370,7 @@ def test_a_slow_read_keeps_not_all_threads_and_only_one_that_hangs_closes_the_di
 
 
 def test_a_payload_that_is_refused_is_not_kept_also_if_it_is_being_written(
-    make: Callable[..., DiskNode], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., DiskNode], tmp_path: Path
 ) -> None:
     node = make()
     other, wanted, _ = node.save()
@@ -386,21 +378,12 @@ def test_a_payload_that_is_refused_is_not_kept_also_if_it_is_being_written(
     node.core.reject(other.claim)
     node.settle()
     assert (len(node.disk), files(tmp_path)) == (0, [])
-    writing, go_on = threading.Event(), threading.Event()
-    write = os.write
-
-    def slow(fd: int, content: memoryview) -> int:
-        writing.set()
-        assert go_on.wait(PATIENCE_S)
-        return write(fd, content)
-
-    with monkeypatch.context() as slowly:
-        slowly.setattr(module.os, "write", slow)
-        (one,) = fetch(node, wanted)
-        assert writing.wait(PATIENCE_S)
-        node.core.reject(wanted.claim)
-        go_on.set()
-        node.settle()
+    write = Paused(node.disk.folder, "write")
+    (one,) = fetch(node, wanted)
+    assert write.begun.wait(PATIENCE_S)
+    node.core.reject(wanted.claim)
+    write.go.set()
+    node.settle()
     node.arena_cache.release(one)
     assert (len(node.disk), files(tmp_path)) == (0, [])
 
