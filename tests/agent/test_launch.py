@@ -12,9 +12,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ from objkv.assembly import launch
 from objkv.assembly.agent import NodeAgent
 from objkv.assembly.launch import IDLE_EXIT_S, AgentRuns, AgentSocket, failure_of, start_agent
 from objkv.assembly.link import AgentLink, Replica
-from objkv.cache.chunks import CacheSettings
 from objkv.config import Config, node
 from objkv.config.node import agent_environment, agent_socket, http_path, replica_socket
 from objkv.errors import ConfigError, StoreUnavailable, TransferError
@@ -39,7 +37,7 @@ from objkv.index.redis.index import RedisIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.telemetry import MemoryRecorder
 from tests.agent.test_http import Router
-from tests.agent.world import Node, payloads
+from tests.agent.world import Node, Paused, payloads, raising
 from tests.contracts.clock import ManualClock
 from tests.support.agents import AgentProcess, agent_folder
 from tests.support.samples import NAMESPACE
@@ -179,9 +177,9 @@ def test_a_socket_that_was_removed_is_made_again_and_keeps_its_clients(
 @pytest.mark.parametrize(
     ("place", "name", "error", "socket_of"),
     [
-        (launch, "new_socket", partial(OSError, errno.EMFILE, "too many open files"), Path),
-        (launch, "bind_private", MemoryError, Path),
-        (listener, "Thread", RuntimeError, http_path),
+        (launch, "new_socket", OSError(errno.EMFILE, "too many open files"), Path),
+        (launch, "bind_private", MemoryError(), Path),
+        (listener, "Thread", RuntimeError(), http_path),
     ],
 )
 def test_an_agent_that_cannot_listen_again_at_once_goes_on_and_tries_again(
@@ -190,21 +188,16 @@ def test_an_agent_that_cannot_listen_again_at_once_goes_on_and_tries_again(
     monkeypatch: pytest.MonkeyPatch,
     place: Any,
     name: str,
-    error: Callable[[], Exception],
+    error: Exception,
     socket_of: Callable[[Path], Path],
 ) -> None:
-    refused, usual = threading.Event(), getattr(place, name)
-
-    def once(*given: Any, **named: Any) -> Any:
-        if not refused.is_set():
-            refused.set()
-            raise error()
-        return usual(*given, **named)
-
     with running(config, path, monkeypatch):
-        monkeypatch.setattr(place, name, once)
-        socket_of(path).unlink()
-        assert refused.wait(PATIENCE_S)
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, raising(error))
+            refused = Paused(place, name)
+            socket_of(path).unlink()
+            assert refused.begun.wait(PATIENCE_S)
+        refused.go.set()
         wait_until(lambda: is_well(path))
 
 
@@ -225,20 +218,21 @@ def test_an_agent_whose_path_is_another_agents_ends_and_leaves_it(
 def test_an_agent_that_starts_again_has_the_leases_of_the_one_that_was_killed(
     config: Config, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owners = list[str]()
+    def owner(place: Path) -> str:
+        with NodeAgent(config, place, MemoryRecorder()) as agent:
+            return agent._cache._settings.writer
 
-    def seen(writer: str, *others: int) -> CacheSettings:
-        owners.append(writer)
-        return CacheSettings(writer, *others)
-
-    monkeypatch.setattr(agent_module, "CacheSettings", seen)
-    for place in (path, path, path.with_name("other")):
-        NodeAgent(config, place, MemoryRecorder()).close()
+    killed, again, other = map(owner, (path, path, path.with_name("other")))
     monkeypatch.setattr(os, "readlink", lambda _: "mnt:[1]")
-    NodeAgent(config, path, MemoryRecorder()).close()
-    killed, again, other, contained = owners
+    contained = owner(path)
     assert again == killed
     assert len({killed, other, contained}) == 3, "a container's path is another folder's"
+
+
+def looks(agent: NodeAgent) -> None:
+    """Have an agent look once at all that it does from time to time."""
+    ended = iter([False, True])
+    agent.run(lambda _: next(ended))
 
 
 def test_an_agent_answers_at_its_address(config: Config, path: Path) -> None:
@@ -347,8 +341,7 @@ def test_an_agent_gives_up_late_parts_also_if_nobody_says_anything(
         agent.saves.joins.drop(b"", Drop(1, 2, ChunkKey(NAMESPACE, bytes(20), 0).path()))
         clock.advance(config.save_deadline_ms / 1000)
         assert len(agent.saves.joins)
-        looks = iter([False, True])
-        agent.run(lambda _: next(looks))
+        looks(agent)
         assert not len(agent.saves.joins)
 
 
@@ -365,8 +358,7 @@ def test_the_totals_of_an_agent_that_saves_no_more_are_sent_in_time(
         Node.commit_one(agent, payloads()[0])  # type: ignore[arg-type]
         assert agent.saves.drain(PATIENCE_S)
         assert totals.usage() == []
-        looks = iter([False, True])
-        agent.run(lambda _: next(looks))
+        looks(agent)
         assert agent.saves.drain(PATIENCE_S)
         assert [one.payloads for one in totals.usage()] == [1]
 
@@ -425,9 +417,7 @@ def test_names_of_sockets_tell_nothing_of_the_settings(
 def test_a_replica_that_cannot_start_an_agent_goes_on(
     config: Config, path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    def read_only(*_: object, **__: object) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
-
+    read_only = raising(OSError(errno.EROFS, "Read-only file system"))
     if fault == "shell":
         monkeypatch.setattr(subprocess, "run", read_only)
     elif fault == "note":
@@ -549,13 +539,7 @@ def test_the_command_says_where_it_serves_and_ends_in_order(tmp_path: Path) -> N
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert resource.prlimit(agent.process.pid, resource.RLIMIT_NOFILE) == (hard, hard)
         wait_until(lambda: f"serving {agent.path}" in agent.log())
-        again = subprocess.run(
-            [sys.executable, "-m", "objkv", "agent", "--socket", str(agent.path)],
-            env=os.environ | {f"OBJKV_{n.upper()}": v for n, v in settings.items()},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        again = run_agent(settings, agent.path)
         assert again.returncode == 2
         assert "another agent serves" in again.stderr
         assert agent.end()["saves"] == 0
@@ -578,6 +562,19 @@ def test_a_store_that_hangs_is_checked_by_one_thread(monkeypatch: pytest.MonkeyP
             check()
     assert len(begun) == 1
     go_on.set()
+
+
+def run_agent(
+    settings: Mapping[str, str], path: Path, *options: str
+) -> "subprocess.CompletedProcess[str]":
+    """The command, if it ends by itself."""
+    return subprocess.run(
+        [sys.executable, "-m", "objkv", "agent", "--socket", str(path), *options],
+        env=os.environ | {f"OBJKV_{name.upper()}": value for name, value in settings.items()},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 @pytest.mark.slow

@@ -1,10 +1,7 @@
 """An agent that is replaced while replicas use it: leases stay, and no load or save is lost."""
 
-import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +19,7 @@ from objkv.assembly.launch import AgentRuns, AgentSocket
 from objkv.errors import TransferError
 from objkv.index.sqlite.index import SqliteIndex
 from objkv.stores.local import LocalStore
+from tests.agent.test_launch import run_agent
 from tests.agent.world import (
     PATIENCE_S,
     RIGHT,
@@ -225,15 +223,7 @@ def test_an_agent_that_cannot_start_replaces_none(settings: dict[str, str], tmp_
                 ({"bulk_url": f"file://{tmp_path}/i"}, "bulk store"),  # a file
                 ({"agent_listen": foreign}, f"cannot listen on {foreign}"),
             ):
-                names = {f"OBJKV_{name.upper()}": v for name, v in (settings | wrong).items()}
-                command = [sys.executable, "-m", "objkv", "agent", "--socket", str(old.path)]
-                run = subprocess.run(
-                    [*command, "--replace"],
-                    capture_output=True,
-                    text=True,
-                    check=False,
-                    env=os.environ | names,
-                )
+                run = run_agent(settings | wrong, old.path, "--replace")
                 assert run.returncode == 2
                 assert reason in run.stderr
                 AgentConnection(old.path, call_s=PATIENCE_S).close()
