@@ -1,7 +1,7 @@
 """Payloads that are fetched, verified and decoded into the arena."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from tests.agent.consistency import threads_of
 from tests.agent.world import (
     PATIENCE_S,
     RIGHT,
+    Make,
     Node,
     Sleeper,
     claims_in,
@@ -71,7 +72,7 @@ def right(node: Node, one: CachedPayload) -> bool:
 
 @pytest.mark.parametrize("seal", [None, *SEALS.values()])
 def test_payloads_of_a_folder_that_is_its_index_are_as_long_as_their_files(
-    seal: Seal | None, make: Callable[..., Node]
+    seal: Seal | None, make: Make
 ) -> None:
     store = MemoryStore()
     node = make(store=store, index=BulkIndex(store), seal=seal)
@@ -88,9 +89,7 @@ def test_payloads_of_a_folder_that_is_its_index_are_as_long_as_their_files(
 
 
 @pytest.mark.parametrize("codec", ["none", "blosc"])
-def test_payloads_need_not_be_of_the_shape_of_the_last_one(
-    codec: str, make: Callable[..., Node]
-) -> None:
+def test_payloads_need_not_be_of_the_shape_of_the_last_one(codec: str, make: Make) -> None:
     """One has a longer header. One whose record promises other pages than it has is refused."""
     node = make(threads=1)
     first, second, third = node.save(codec=codec)
@@ -137,7 +136,7 @@ def test_no_changed_byte_is_served(data: st.DataObject, codec: str) -> None:
 @pytest.mark.parametrize("codec", ["none", "blosc"])
 @pytest.mark.parametrize("wrong", ["missing", "of another chunk", "longer, as its record says"])
 def test_a_payload_that_is_not_the_one_is_a_miss_and_its_record_goes(
-    wrong: str, codec: str, make: Callable[..., Node]
+    wrong: str, codec: str, make: Make
 ) -> None:
     node = make()
     one, other, _ = node.save(codec=codec)
@@ -179,7 +178,7 @@ class Trickle(MemoryStore):
 @pytest.mark.parametrize("codec", ["none", "blosc"])
 @pytest.mark.parametrize("step", [1, 7, 600, 4096, 100_000])
 def test_a_frame_is_announced_when_its_bytes_are_final(
-    step: int, codec: str, make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+    step: int, codec: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = make(store=Trickle(step))
     announced, advance = list[int](), node.arena_cache.advance
@@ -198,7 +197,7 @@ def test_a_frame_is_announced_when_its_bytes_are_final(
     assert announced[-1] == 2
 
 
-def test_all_who_ask_at_the_same_moment_share_one_fetch(make: Callable[..., Node]) -> None:
+def test_all_who_ask_at_the_same_moment_share_one_fetch(make: Make) -> None:
     node = make(threads=4)
     wanted, gate = node.save(), gated(node)
     every = [node.open(*wanted) for _ in range(8)]
@@ -255,7 +254,7 @@ class Slow:
         return self.order
 
 
-def test_urgent_payloads_go_first_and_clients_take_turns(make: Callable[..., Node]) -> None:
+def test_urgent_payloads_go_first_and_clients_take_turns(make: Make) -> None:
     slow, modest = Slow(make(threads=1)), Sleeper()
     slow.open(range(6), Urgency.BETWEEN_STEPS)
     wait_until(lambda: len(slow.order) == 1)
@@ -268,7 +267,7 @@ def test_urgent_payloads_go_first_and_clients_take_turns(make: Callable[..., Nod
     assert max(order.index(6), order.index(7)) < order.index(4)
 
 
-def test_a_request_hastens_what_is_being_prefetched_for_it(make: Callable[..., Node]) -> None:
+def test_a_request_hastens_what_is_being_prefetched_for_it(make: Make) -> None:
     slow = Slow(make(threads=1))
     slow.open(range(4), Urgency.PREFETCH)
     ahead = slow.open(range(4, 6), Urgency.PREFETCH, deadline_s=0.001)
@@ -281,7 +280,7 @@ def test_a_request_hastens_what_is_being_prefetched_for_it(make: Callable[..., N
         assert right(slow.node, settled(one)), "the later deadline counts"
 
 
-def test_prefetches_have_priorities(make: Callable[..., Node]) -> None:
+def test_prefetches_have_priorities(make: Make) -> None:
     slow = Slow(make(threads=1))
     slow.open(range(3), Urgency.PREFETCH, 5)
     wait_until(lambda: len(slow.order) == 1)
@@ -291,7 +290,7 @@ def test_prefetches_have_priorities(make: Callable[..., Node]) -> None:
     assert slow.end(7) == [0, 2, 5, 6, 3, 4, 1]
 
 
-def test_a_load_finds_a_thread_while_much_is_being_prefetched(make: Callable[..., Node]) -> None:
+def test_a_load_finds_a_thread_while_much_is_being_prefetched(make: Make) -> None:
     slow = Slow(make(threads=4))
     slow.open(range(8), Urgency.PREFETCH)
     wait_until(lambda: len(slow.order) == 3)
@@ -302,7 +301,7 @@ def test_a_load_finds_a_thread_while_much_is_being_prefetched(make: Callable[...
 
 
 def test_a_long_prefetch_lets_other_clients_go_on_meanwhile(
-    make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = make()
     wanted, counts = node.save() * 20, list[int]()
@@ -326,9 +325,7 @@ def test_a_long_prefetch_lets_other_clients_go_on_meanwhile(
 
 
 @pytest.mark.parametrize("error", [StoreUnavailable("down"), KeyError("a bug")])
-def test_a_late_payload_is_late_and_a_broken_store_is_a_miss(
-    error: Exception, make: Callable[..., Node]
-) -> None:
+def test_a_late_payload_is_late_and_a_broken_store_is_a_miss(error: Exception, make: Make) -> None:
     node = make(threads=1)
     first, second, _ = node.save()
     (late,) = fetch(node, first, deadline_s=0.0)
@@ -346,7 +343,7 @@ def test_a_late_payload_is_late_and_a_broken_store_is_a_miss(
     assert until[0] <= again.deadline  # the store knows how long it may take
 
 
-def test_a_full_queue_and_a_full_arena_are_misses(make: Callable[..., Node]) -> None:
+def test_a_full_queue_and_a_full_arena_are_misses(make: Make) -> None:
     node = make(memory=4 * 8192, queue_max=1000)
     ones = fetch(node, *node.save(range(16 * 5)))
     assert [one.reason for one in ones].count(MissReason.NO_ROOM) == 1
@@ -359,7 +356,7 @@ def test_a_full_queue_and_a_full_arena_are_misses(make: Callable[..., Node]) -> 
     assert refused.reason is MissReason.NO_ROOM
 
 
-def test_closing_fails_what_waits(make: Callable[..., Node]) -> None:
+def test_closing_fails_what_waits(make: Make) -> None:
     node = make(threads=1)
     gate = gated(node)
     opened = node.open(*node.save())
@@ -371,16 +368,14 @@ def test_closing_fails_what_waits(make: Callable[..., Node]) -> None:
     assert sorted(reasons) == [MissReason.NONE, MissReason.CLOSED, MissReason.CLOSED]
 
 
-def test_a_load_tells_how_fast_bulk_is_but_not_if_it_may_have_come_from_hot(
-    make: Callable[..., Node],
-) -> None:
+def test_a_load_tells_how_fast_bulk_is_but_not_if_it_may_have_come_from_hot(make: Make) -> None:
     node = make()
     bulk, hot, _ = node.save()
     fetch(node, bulk, replace(hot, record=replace(hot.record, hot=True)))
     assert node.cache.link.gets.count == 1
 
 
-def test_when_all_threads_are_late_nothing_more_is_queued(make: Callable[..., Node]) -> None:
+def test_when_all_threads_are_late_nothing_more_is_queued(make: Make) -> None:
     node = make(threads=1)
     wanted = node.save(TOKENS)
     gate = gated(node)
@@ -397,7 +392,7 @@ def test_when_all_threads_are_late_nothing_more_is_queued(make: Callable[..., No
 
 
 def test_loads_between_steps_do_not_starve_behind_endless_ones_within(
-    make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(core, "_OVERDUE_SHARE", 0.0)  # they are overdue at once
     slow = Slow(make(threads=1))
@@ -410,7 +405,7 @@ def test_loads_between_steps_do_not_starve_behind_endless_ones_within(
 
 @pytest.mark.parametrize("codec", ["none", "blosc"])
 def test_first_parts_of_all_come_before_the_second_of_any(
-    codec: str, make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+    codec: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fill, "_HEADER_BYTES", 2048)  # these payloads are small
     node = make(threads=1)
@@ -507,7 +502,7 @@ def save(node: Node) -> None:
 
 @pytest.mark.parametrize("publishes", [True, False])
 def test_a_save_is_made_under_its_lease_which_its_record_gives_back(
-    publishes: bool, make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+    publishes: bool, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = make()
     put, was_leased = node.store.put_if_absent, list[bool]()
@@ -526,7 +521,7 @@ def test_a_save_is_made_under_its_lease_which_its_record_gives_back(
     assert node.recorder.value("saves") == 1
 
 
-def test_a_late_save_is_dropped(make: Callable[..., Node]) -> None:
+def test_a_late_save_is_dropped(make: Make) -> None:
     node = make(save_deadline_s=0.0)
     save(node)
     assert node.store.get(PATH) is None
@@ -534,9 +529,7 @@ def test_a_late_save_is_dropped(make: Callable[..., Node]) -> None:
 
 
 @pytest.mark.parametrize("error", [StoreUnavailable("down"), RuntimeError("a bug")])
-def test_a_save_that_fails_gives_back_all_that_it_had(
-    error: Exception, make: Callable[..., Node]
-) -> None:
+def test_a_save_that_fails_gives_back_all_that_it_had(error: Exception, make: Make) -> None:
     node = make()
     node.store.put_if_absent = raising(error)
     save(node)

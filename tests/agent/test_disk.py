@@ -101,6 +101,9 @@ class DiskNode(Node):
         assert adds_up(self.disk)
 
 
+Make = Callable[..., DiskNode]
+
+
 @pytest.fixture(autouse=True)
 def slow_machines_hang_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spill_module, "_HANGS_S", PATIENCE_S)
@@ -114,7 +117,7 @@ def no_probes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[..., DiskNode]]:
+def make(tmp_path: Path) -> Iterator[Make]:
     with making(partial(DiskNode, tmp_path / "disk")) as make:
         yield make
 
@@ -135,9 +138,7 @@ def files(tmp_path: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("codec", ["none", "blosc"])
-def test_what_was_loaded_comes_back_from_disk(
-    codec: str, make: Callable[..., DiskNode], tmp_path: Path
-) -> None:
+def test_what_was_loaded_comes_back_from_disk(codec: str, make: Make, tmp_path: Path) -> None:
     node = make()
     wanted = node.save(codec=codec)
     node.load(*wanted)
@@ -155,9 +156,7 @@ def test_what_was_loaded_comes_back_from_disk(
         assert file.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_what_was_only_saved_or_prefetched_is_not_written_until_it_is_read(
-    make: Callable[..., DiskNode],
-) -> None:
+def test_what_was_only_saved_or_prefetched_is_not_written_until_it_is_read(make: Make) -> None:
     node = make()
     wanted, other, _ = node.save()
     assert node.commit_one(payloads()[0]) is CommitStatus.ACCEPTED
@@ -172,7 +171,7 @@ def test_what_was_only_saved_or_prefetched_is_not_written_until_it_is_read(
     assert node.gets() == 1
 
 
-def test_the_next_agent_finds_the_files(make: Callable[..., DiskNode], tmp_path: Path) -> None:
+def test_the_next_agent_finds_the_files(make: Make, tmp_path: Path) -> None:
     first = make()
     wanted = first.save()
     first.load(*wanted)
@@ -233,9 +232,7 @@ def sealed(node: Node) -> list[PayloadRequest]:
     return node.wanted([claim.key for claim in claims_in(payloads())])
 
 
-def test_what_is_encrypted_in_the_bucket_is_encrypted_on_disk(
-    make: Callable[..., DiskNode], tmp_path: Path
-) -> None:
+def test_what_is_encrypted_in_the_bucket_is_encrypted_on_disk(make: Make, tmp_path: Path) -> None:
     node = make(seal=SEALS["encrypted"])
     wanted = sealed(node)
     node.load(*wanted)
@@ -248,9 +245,7 @@ def test_what_is_encrypted_in_the_bucket_is_encrypted_on_disk(
     assert (node.gets(), node.count("hits")) == (before, 3)
 
 
-def test_another_payload_under_the_name_is_refused(
-    make: Callable[..., DiskNode], tmp_path: Path
-) -> None:
+def test_another_payload_under_the_name_is_refused(make: Make, tmp_path: Path) -> None:
     node = make()
     wanted = node.save()
     node.load(*wanted)
@@ -267,7 +262,7 @@ def test_another_payload_under_the_name_is_refused(
 
 
 def test_nothing_is_announced_before_all_is_verified(
-    make: Callable[..., DiskNode], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = make()
     wanted = node.save()[0]
@@ -294,7 +289,7 @@ def test_nothing_is_announced_before_all_is_verified(
 
 @pytest.mark.usefixtures("no_probes")
 def test_a_full_disk_is_left_out_and_leaves_nothing(
-    make: Callable[..., DiskNode], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = make()
     wanted = node.save(tuple(range(16 * 12)))
@@ -310,7 +305,7 @@ def test_a_full_disk_is_left_out_and_leaves_nothing(
 
 @pytest.mark.usefixtures("no_probes")
 def test_a_failing_disk_is_left_out_and_the_stores_are_read(
-    make: Callable[..., DiskNode], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     node = make()
     wanted = node.save(tuple(range(16 * 12)))
@@ -333,10 +328,7 @@ def test_a_failing_disk_is_left_out_and_the_stores_are_read(
     ids=["nothing since", "a byte just now"],
 )
 def test_a_slow_read_keeps_not_all_threads_and_only_one_that_hangs_closes_the_disk(
-    clock: Callable[[], float],
-    hangs_for_all: bool,
-    make: Callable[..., DiskNode],
-    monkeypatch: pytest.MonkeyPatch,
+    clock: Callable[[], float], hangs_for_all: bool, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = make(threads=2)
     wanted = node.save()
@@ -370,7 +362,7 @@ def test_a_slow_read_keeps_not_all_threads_and_only_one_that_hangs_closes_the_di
 
 
 def test_a_payload_that_is_refused_is_not_kept_also_if_it_is_being_written(
-    make: Callable[..., DiskNode], tmp_path: Path
+    make: Make, tmp_path: Path
 ) -> None:
     node = make()
     other, wanted, _ = node.save()
@@ -388,9 +380,7 @@ def test_a_payload_that_is_refused_is_not_kept_also_if_it_is_being_written(
     assert (len(node.disk), files(tmp_path)) == (0, [])
 
 
-def test_a_long_queue_is_cut_and_counted(
-    make: Callable[..., DiskNode], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_queue_is_cut_and_counted(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     node = make()
     wanted = node.save()
     with monkeypatch.context() as full:
@@ -404,7 +394,7 @@ def test_a_long_queue_is_cut_and_counted(
 
 
 def test_two_agents_do_not_share_a_folder_and_the_second_serves_without_it(
-    make: Callable[..., DiskNode], monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(spill_module, "_LOOK_S", 0.01)
     first = make()

@@ -19,7 +19,7 @@ from objkv.codec.payload import Claim, Provenance, frame_pages, read_header
 from objkv.codec.values import RAW_BYTES_MAX
 from objkv.keys.chunk import ChunkKey
 from tests.agent.consistency import is_consistent
-from tests.agent.world import PATIENCE_S, Desk, Node, making, outbox_of, payloads
+from tests.agent.world import PATIENCE_S, Desk, Make, Node, making, outbox_of, payloads
 from tests.codec.parts import WHOLE, Grid, Piece
 from tests.contracts.clock import ManualClock
 from tests.support.samples import NAMESPACE
@@ -96,13 +96,13 @@ class JoiningNode(Node):
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., Node]]:
+def make() -> Iterator[Make]:
     with making(JoiningNode) as make:
         yield make
 
 
 @pytest.fixture
-def node(make: Callable[..., Node]) -> Node:
+def node(make: Make) -> Node:
     return make()
 
 
@@ -333,9 +333,7 @@ def test_a_stored_payload_is_one_save_of_one_replica(events: list[Any]) -> None:
     node.close()
 
 
-def test_the_first_part_decides_whether_the_payload_is_saved_at_once(
-    make: Callable[..., Node],
-) -> None:
+def test_the_first_part_decides_whether_the_payload_is_saved_at_once(make: Make) -> None:
     node = make(holds_back=True)
     assert all_of(node, PIECES) == [PART] * 3 + [CommitStatus.HELD_BACK]
     assert not stored(node)
@@ -347,9 +345,7 @@ def test_the_first_part_decides_whether_the_payload_is_saved_at_once(
 # Bounded memory.
 
 
-def test_open_joins_take_at_most_a_quarter_of_the_arena(
-    make: Callable[..., Node], clock: ManualClock
-) -> None:
+def test_open_joins_take_at_most_a_quarter_of_the_arena(make: Make, clock: ManualClock) -> None:
     node = make(memory=64 * PAGE)
     begun = 0
     while hand_over(node, pieces_of(begun)[0]) is PART:

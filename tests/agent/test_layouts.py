@@ -1,6 +1,6 @@
 """The layouts of payloads: what a number promises, however a payload came to the arena."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from objkv.codec.payload import Claim, LayerSpec, read_header
 from tests.agent.consistency import keeps_promises
 from tests.agent.world import (
     PATIENCE_S,
+    Make,
     Node,
     Paused,
     claims_of,
@@ -70,7 +71,7 @@ def test_those_beyond_the_limit_have_no_number(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., Node]]:
+def make() -> Iterator[Make]:
     with making(lambda **options: Node(**options).listen()) as make:
         yield make
 
@@ -97,7 +98,7 @@ def layouts_of(client: AgentConnection, wanted: list[PayloadRequest]) -> list[in
 
 
 def test_payloads_that_were_handed_over_have_the_layout_of_those_that_are_fetched(
-    make: Callable[..., Node],
+    make: Make,
 ) -> None:
     node = make(holds_back=True)
     first, *_ = node.save()
@@ -109,7 +110,7 @@ def test_payloads_that_were_handed_over_have_the_layout_of_those_that_are_fetche
     assert (answer.progress.state, answer.progress.layout) == (CellState.READY, 1)
 
 
-def test_a_joined_payload_has_a_layout(make: Callable[..., Node]) -> None:
+def test_a_joined_payload_has_a_layout(make: Make) -> None:
     node = make()
     pieces = Grid((2, 1)).pieces(read_header(payloads()[0]).claim)
     for piece in pieces:
@@ -134,7 +135,7 @@ def is_refused(client: AgentConnection, wanted: PayloadRequest, change: dict[str
 @pytest.mark.parametrize("change", OTHERS, ids=["parent", "start", "end"])
 @pytest.mark.parametrize("is_stored", [True, False])
 def test_a_payload_that_is_not_as_opened_is_a_miss_and_is_rejected(
-    make: Callable[..., Node], change: dict[str, Any], is_stored: bool
+    make: Make, change: dict[str, Any], is_stored: bool
 ) -> None:
     node = make(holds_back=True)
     wanted, client = node.save()[1], node.connect()
@@ -152,7 +153,7 @@ def test_a_payload_that_is_not_as_opened_is_a_miss_and_is_rejected(
 
 @pytest.mark.parametrize("change", OTHERS, ids=["parent", "start", "end"])
 def test_who_opens_what_comes_as_another_claim_gets_nothing_of_it(
-    make: Callable[..., Node], change: dict[str, Any]
+    make: Make, change: dict[str, Any]
 ) -> None:
     node = make()
     wanted, client, get = node.save()[1], node.connect(), Paused(node.store, "on_get")

@@ -218,6 +218,7 @@ class Node:
 
 
 Made = TypeVar("Made", bound=Node)
+Make = Callable[..., Node]
 
 
 @contextmanager
