@@ -60,8 +60,7 @@ class Question(NamedTuple):
 
 
 Steps = Generator[Question | None, bytes, T]
-"""Work in steps. It yields a question, which gives its answer or raises, or None to let others
-go."""
+"""Work in steps: yields a question, which gives its answer or raises, or None to let others go."""
 
 
 def in_steps(outcome: T | Steps[T]) -> Steps[T]:
@@ -264,8 +263,7 @@ class StepThread:
             self._note_end()
 
     def run(self, job: Callable[[], Steps[None] | None]) -> bool:
-        """Have a job done, in steps if it takes long. Returns False if it is refused, as by
-        ``start``."""
+        """Have a job done, in steps if it takes long. False if it is refused, as by ``start``."""
 
         def work() -> Steps[None]:
             try:

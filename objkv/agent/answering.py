@@ -117,8 +117,7 @@ class NodeCalls:
         *,
         ttl_s: int,
     ) -> None:
-        """``ttl_s``: of records that clients touch, who may have only the socket, and not know
-        it."""
+        """``ttl_s``: of records that clients touch, who may not know it."""
         self._index, self._bulk, self._prefetches = index, bulk, prefetches
         self._policy, self._ttl_s = policy, ttl_s
 

@@ -186,12 +186,9 @@ class _Answer(NamedTuple):
 
 
 class FoundRecords:
-    """The records of payloads that lookups of this node have found lately. Thread-safe. Nothing
-    waits.
-
-    A client opens payloads by their keys, and the agent fetches them by their records, which it has
-    just looked up for the client. One that is not kept any more is looked up again.
-    """
+    """The records of payloads that lookups of this node have found lately. Thread-safe. A client
+    opens payloads by their keys, and the agent fetches them by their records, which it has just
+    looked up for the client. One that is not kept any more is looked up again."""
 
     def __init__(self, *, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
@@ -294,8 +291,8 @@ class Core:
         """Take a lease of each payload, and fetch those that are not resident within
         ``deadline_s``. ``client`` is woken at each progress. The caller releases each lease.
 
-        A claim that differs from that of a payload here is a miss. If that is READY it is rejected,
-        which may wait for the index; if not, its own fetch shows what it is.
+        A claim that differs from that of a payload here is a miss. A READY one is rejected, which
+        may wait for the index; that of another its own fetch shows.
         """
         if self._draining:
             return [MissReason.CLOSED] * len(wanted)

@@ -1,5 +1,4 @@
-"""Payloads that are only on this node: they are being saved, or nothing has needed them a second
-time yet.
+"""Payloads that are only on this node: they are being saved, or nothing has needed them again yet.
 
 They are read on their node like any other. Most payloads are never read again, so putting each of
 them to a bucket costs more than it saves. One that is held back is saved when it is read or made
@@ -82,8 +81,7 @@ class HeldBackPayloads:
         changed: Callable[[bytes], object] = lambda prefix_hash: None,
         disk: Disk | None = None,
     ) -> None:
-        """``changed``: called after a chunk's payload came or went. It may not wait. ``disk``: it
-        may have payloads that left the arena."""
+        """``changed``: called after a chunk's payload came or went. ``disk``: where payloads go."""
         self._recorder, self._disk, self._changed = recorder, disk, changed
         self._clock: Callable[[], float] = monotonic
         self.came_due: Callable[[], object] = lambda: None
@@ -132,9 +130,8 @@ class HeldBackPayloads:
         return {path: _line(one) for path, one in found if self._disk.size_of(path) is not None}
 
     def seen_again(self, path: str) -> bool:
-        """A held-back payload was read or made again: it becomes due, and those before it in its
-        prompt, without which no other node finds it. Returns whether it is due: not soon after a
-        failed save."""
+        """A held-back payload was read or made again: it becomes due, with those before it in its
+        prompt, without which none finds it. Returns whether it is: not soon after a failed save."""
         if path not in self._by_path:
             return False
         due: list[Claim] = []

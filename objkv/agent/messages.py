@@ -278,8 +278,7 @@ def unpack_text(message: bytes) -> str:
 
 
 def pack_open_request(opening: OpenRequest, kind: MessageKind = MessageKind.OPEN) -> bytes:
-    """Return the message. There are at most ``OPEN_MAX`` payloads. ``kind``: REJECT if they are not
-    what their keys promise."""
+    """Return the message. At most ``OPEN_MAX`` payloads. ``kind``: REJECT if they are wrong."""
     urgency, deadline_ms, wanted = opening
     assert 0 < len(wanted) <= OPEN_MAX
     names = "\n".join(wanted.fields).encode()

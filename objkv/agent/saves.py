@@ -137,8 +137,7 @@ class Joins:
         header: Header,
         request: SaveRequest,
     ) -> CommitStatus | Joined:
-        """Copy a part, of ``header``. Returns the whole payload, or an answer. Raises
-        ``PayloadError``."""
+        """Copy a part. Returns the whole payload, or an answer. Raises ``PayloadError``."""
         part, path = commit.part, request.path
         assert part is not None
         part.position.check()
@@ -316,8 +315,7 @@ class _Save:
 
 
 class NodeSaves:
-    """Thread-safe. ``commit`` copies and verifies in the calling thread, and never waits for a
-    store."""
+    """Thread-safe. ``commit`` copies and verifies in the calling thread, and waits for no store."""
 
     def __init__(
         self,

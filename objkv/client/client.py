@@ -82,8 +82,7 @@ def open(
 
 
 class Matcher:
-    """Answers a router's question, which prefix of a prompt is stored, from few queries of the
-    index. Safe from many threads. Raises ``StoreError`` and ``ConfigError``.
+    """Which prefix of a prompt is stored. Thread-safe. Raises ``StoreError`` and ``ConfigError``.
 
     Names and identities are kept for half a minute. So a prompt that is stored whole costs one
     round trip; for any other, ``OtherShapesIndex`` reads one record more.
