@@ -236,7 +236,7 @@ class Disk:
                 self._ranking.use(name)
 
     def discard(self, key: str) -> bool:
-        """Have ``purge`` remove a payload, even while written. Return whether it was the only copy."""
+        """Have ``purge`` remove a payload, even while written. Returns whether it is lost now."""
         name = self._name(key)
         with self._lock:
             if self._writing == name:

@@ -5,19 +5,16 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 from threading import Thread
-from typing import Any
 
 import pytest
 
 from objkv.agent.arena_cache import CachedPayload
-from objkv.agent.disk import Disk, DiskFolder
 from objkv.agent.messages import MissReason, PrefetchOrder
 from objkv.agent.prefetch import Prefetches
-from objkv.agent.spill import Spill
 from objkv.codec.payload import read_header
 from objkv.index.base import ChunkEntry, ShardRecord
 from tests.agent.consistency import fetches_of
-from tests.agent.test_disk import adds_up
+from tests.agent.test_disk import DiskNode
 from tests.agent.test_held_back import Holder, Service, find, read
 from tests.agent.world import PATIENCE_S, Paused, down, hashes_in, making, paths, payloads
 from tests.support.agents import AgentProcess
@@ -27,32 +24,14 @@ from tests.support.waiting import wait_until
 NONE = MissReason.NONE
 
 
-class DiskHolder(Holder):
+class DiskHolder(Holder, DiskNode):
     """A node that holds payloads back and keeps all of them on a disk."""
-
-    def __init__(self, folder: Path, *, disk_bytes: int = 1 << 20, **options: Any) -> None:
-        self.folder_of_disk = folder
-        self.disk = Disk(DiskFolder(folder), disk_bytes)
-        super().__init__(disk=self.disk, keeps_all=True, **options)
-        wait_until(lambda: self.disk.is_loaded)
 
     def keep(self, made: list[bytes]) -> None:
         """Hand payloads over, and have them on the disk alone."""
         self.commit(made)
         self.settle()
         self.leave_arena(made)
-
-    @property
-    def spill(self) -> Spill:
-        assert self.core.spill is not None
-        return self.core.spill
-
-    def settle(self) -> None:
-        assert self.spill.drain(PATIENCE_S)
-
-    def close(self) -> None:
-        super().close()
-        assert adds_up(self.disk)
 
     def leave_arena(self, made: list[bytes]) -> None:
         for path in paths(made):
@@ -65,7 +44,7 @@ Make = Callable[..., DiskHolder]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Callable[..., DiskHolder]]:
-    with making(partial(DiskHolder, tmp_path / "disk")) as make:
+    with making(partial(DiskHolder, folder=tmp_path / "disk", keeps_all=True)) as make:
         yield make
 
 
@@ -121,7 +100,7 @@ def test_what_the_disk_loses_is_a_miss_and_is_not_found_again(is_known: bool, ma
         node.spill.forget(paths(made)[0])
         assert node.held == set(paths(made[1:]))
     else:
-        (file,) = node.folder_of_disk.rglob(node.disk._name(paths(made)[0]))
+        file = node.disk.folder.path / node.disk._name(paths(made)[0])
         content = bytearray(file.read_bytes())
         content[-1] ^= 1
         file.write_bytes(content)
