@@ -236,7 +236,8 @@ class Disk:
                 self._ranking.use(name)
 
     def discard(self, key: str) -> bool:
-        """Have ``purge`` remove a payload, even while written. Returns whether it is lost now."""
+        """Have ``purge`` remove a payload, also if it is being written. Return whether it was
+        nowhere else."""
         name = self._name(key)
         with self._lock:
             if self._writing == name:

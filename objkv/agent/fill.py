@@ -260,7 +260,7 @@ class Fill:
         return True
 
     def _next_part(self) -> bool:
-        """Fetch a part, or all if the record is wrong about its length. False if it is not stored."""
+        """Fetch a part, or all if the record is wrong about its length. False if not stored."""
         if self.is_whole:
             return True
         is_first = self.header is None

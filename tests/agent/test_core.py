@@ -1,8 +1,10 @@
 """Payloads that are fetched, verified and decoded into the arena."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from threading import Event
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ from objkv.cache.chunks import shard_record
 from objkv.cache.lookup import LOOKUP_TTL_S
 from objkv.codec.payload import encode, frame_pages, read_header
 from objkv.codec.seal import Seal
-from objkv.errors import StoreUnavailable
+from objkv.errors import StoreUnavailable, TransferError
 from objkv.index.base import ShardRecord
 from objkv.keys.chunk import ChunkKey
 from objkv.net.deadline import ends_s
@@ -31,6 +33,7 @@ from tests.agent.world import (
     RIGHT,
     Make,
     Node,
+    Paused,
     Sleeper,
     claims_in,
     claims_of,
@@ -219,7 +222,7 @@ class Slow:
     """A node with a long prompt, whose store answers nothing until ``gate`` is set."""
 
     def __init__(self, node: Node) -> None:
-        self.node, self.gate = node, threading.Event()
+        self.node, self.gate = node, Event()
         self.wanted = node.save(list(range(1000, 1000 + 16 * 12)))
         self._names = {one.claim.key.path(): n for n, one in enumerate(self.wanted)}
         self.order: list[int] = []
@@ -479,6 +482,89 @@ def test_a_record_that_has_changed_is_not_used_again(node: Node, is_asked: bool)
         client.reject(one.claim)
         assert complete(client.find(NAMESPACE, hashes, ("0",))) == [None]
     assert node.core.found.of(one.claim.key) is None
+
+
+# Payloads that nobody wants any more, and those that somebody else still wants.
+
+
+class SlowStore(MemoryStore):
+    """Gives the first bytes of a payload, and the rest when it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.go = Event(), Event()
+        self.gets = 0
+
+    def get_into(
+        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
+    ) -> int | None:
+        self.gets += 1
+        assert arrived is not None
+        arrived(0)
+        self.begun.set()
+        while not self.go.wait(0.005):
+            arrived(0)
+        return super().get_into(key, buffer, arrived, start)
+
+
+@pytest.fixture
+def slow(make: Make) -> Iterator[Node]:
+    """A node whose store is slow."""
+    node = make(store=SlowStore(), threads=1)
+    yield node
+    node.store.go.set()
+    assert node.core.close(PATIENCE_S)
+    assert node.arena_cache.leased() == 0
+
+
+def test_a_fetch_that_nobody_wants_any_more_leaves_its_thread(slow: Node) -> None:
+    first, second, third = slow.save(TOKENS)
+    (one,) = slow.open(first)
+    assert slow.store.begun.wait(PATIENCE_S)
+    (queued,) = slow.open(second)
+    for gone in (one, queued):
+        slow.arena_cache.release(gone)
+    assert settled(one).state is CellState.FAILED
+    slow.store.go.set()
+    (other,) = slow.open(third)
+    assert settled(other).state is CellState.READY
+    assert slow.store.gets == 2, "the queued one is not fetched"
+    slow.arena_cache.release(other)
+    assert slow.recorder.value("load_errors") == 0
+
+
+def test_queued_payloads_that_nobody_wants_make_room_for_others(slow: Node) -> None:
+    slow.core._limits = replace(slow.core._limits, queue_max=2)
+    busy, *abandoned, fourth, fifth = slow.save(list(range(100, 100 + 16 * 5)))
+    (one,) = slow.open(busy)
+    assert slow.store.begun.wait(PATIENCE_S)
+    for gone in slow.open(*abandoned):
+        slow.arena_cache.release(gone)
+    others = slow.open(fourth, fifth)
+    slow.store.go.set()
+    assert {settled(each).state for each in (one, *others)} == {CellState.READY}
+    assert slow.store.gets == 3, "they are not fetched"
+    for lease in (one, *others):
+        slow.arena_cache.release(lease)
+
+
+def test_who_came_later_is_not_bound_by_the_first_deadline(
+    slow: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load between steps that joins one within a step."""
+    wanted = slow.save(TOKENS)[:1]
+    slow.store.go.set()
+    with monkeypatch.context() as failing:
+        failing.setattr(slow.cache, "get_into", raising(TransferError("late")))
+        get, ends = Paused(slow.cache, "get_into"), monotonic() + 2.0
+        first = slow.open(*wanted, deadline_s=2.0)
+        assert get.begun.wait(PATIENCE_S)
+    second = slow.open(*wanted)
+    wait_until(lambda: monotonic() > ends)
+    get.go.set()
+    assert settled(second[0]).state is CellState.READY
+    for lease in (*first, *second):
+        slow.arena_cache.release(lease)
 
 
 # Saves: what becomes of a payload, of its lease and of its memory.
