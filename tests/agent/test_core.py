@@ -27,23 +27,9 @@ from objkv.index.base import ShardRecord
 from objkv.keys.chunk import ChunkKey
 from objkv.net.deadline import ends_s
 from objkv.stores.base import Arrived
+from tests.agent import world
 from tests.agent.consistency import threads_of
-from tests.agent.world import (
-    PATIENCE_S,
-    RIGHT,
-    Make,
-    Node,
-    Paused,
-    Sleeper,
-    claims_in,
-    claims_of,
-    down,
-    gated,
-    loaded,
-    pages_at,
-    payloads,
-    raising,
-)
+from tests.agent.world import PATIENCE_S, RIGHT, Make, Node, Sleeper, down, gated, payloads, raising
 from tests.codec.seals import SEALS
 from tests.contracts.clock import ManualClock
 from tests.contracts.memory_store import MemoryStore
@@ -70,7 +56,7 @@ def right(node: Node, one: CachedPayload) -> bool:
         wait_until(lambda: node.arena.board.read(one.cell).state is not CellState.FILLING)
         progress = node.arena.board.read(one.cell)
     assert progress.state is CellState.READY
-    return pages_at(node.arena.view, progress) == RIGHT
+    return world.pages_at(node.arena.view, progress) == RIGHT
 
 
 @pytest.mark.parametrize("seal", [None, *SEALS.values()])
@@ -79,7 +65,7 @@ def test_payloads_of_a_folder_that_is_its_index_are_as_long_as_their_files(
 ) -> None:
     store = MemoryStore()
     node = make(store=store, index=BulkIndex(store), seal=seal)
-    for payload, claim in zip(payloads(), claims_in(payloads()), strict=True):
+    for payload, claim in zip(payloads(), world.claims_in(payloads()), strict=True):
         assert node.commit_one(payload) is CommitStatus.ACCEPTED
         key = claim.key
         assert node.saves.drain(PATIENCE_S)
@@ -244,7 +230,7 @@ class Slow:
         self.node.found(*self.wanted)
         return self.node.core.open(
             client or Sleeper(),
-            claims_of([self.wanted[number] for number in numbers]),
+            world.claims_of([self.wanted[number] for number in numbers]),
             deadline_s=deadline_s,
             urgency=urgency,
             priority=priority,
@@ -384,7 +370,7 @@ def test_when_all_threads_are_late_nothing_more_is_queued(make: Make) -> None:
     gate = gated(node)
     node.open(wanted[0], deadline_s=1.0)
     wait_until(lambda: node.core._is_stuck())
-    claims = claims_of(wanted[:2])  # the one that hangs, and another
+    claims = world.claims_of(wanted[:2])  # the one that hangs, and another
     for found in node.core.open(
         Sleeper(), claims, deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS
     ):
@@ -456,11 +442,11 @@ def test_a_load_needs_no_index_after_a_lookup_and_else_looks_its_record_up(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (first, second, third), client = node.save(), node.connect()
-    assert [one.state for one in loaded(client, [first])] == [CellState.READY]
+    assert [one.state for one in world.loaded(client, [first])] == [CellState.READY]
     complete(client.find(NAMESPACE, [second.claim.key.prefix_hash], ("0",)))
     monkeypatch.setattr(node.index, "find", down)
-    assert [one.state for one in loaded(client, [second])] == [CellState.READY]
-    assert [one.reason for one in loaded(client, [third])] == [MissReason.STORE]
+    assert [one.state for one in world.loaded(client, [second])] == [CellState.READY]
+    assert [one.reason for one in world.loaded(client, [third])] == [MissReason.STORE]
 
 
 @pytest.mark.parametrize("is_asked", [False, True])
@@ -556,7 +542,7 @@ def test_who_came_later_is_not_bound_by_the_first_deadline(
     slow.store.go.set()
     with monkeypatch.context() as failing:
         failing.setattr(slow.cache, "get_into", raising(TransferError("late")))
-        get, ends = Paused(slow.cache, "get_into"), monotonic() + 2.0
+        get, ends = world.Paused(slow.cache, "get_into"), monotonic() + 2.0
         first = slow.open(*wanted, deadline_s=2.0)
         assert get.begun.wait(PATIENCE_S)
     second = slow.open(*wanted)

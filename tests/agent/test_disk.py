@@ -30,26 +30,11 @@ from objkv.errors import ConfigError, PayloadError, StoreUnavailable
 from objkv.net.breaker import BreakerLimits
 from objkv.ops.top import values_of
 from objkv.telemetry import NullRecorder
+from tests.agent import world
 from tests.agent.consistency import is_consistent
 from tests.agent.test_core import fetch, right
 from tests.agent.test_http import Router
-from tests.agent.world import (
-    PATIENCE_S,
-    RIGHT,
-    Node,
-    Paused,
-    WatchedStore,
-    claims_in,
-    ended,
-    http_of,
-    making,
-    opened,
-    pages_at,
-    paths,
-    payloads,
-    raising,
-    wanted_of,
-)
+from tests.agent.world import PATIENCE_S, RIGHT, Node, Paused, making, paths, payloads, raising
 from tests.codec.seals import SEALS
 from tests.support.agents import AgentProcess
 from tests.support.samples import save
@@ -146,7 +131,7 @@ def test_what_was_loaded_comes_back_from_disk(codec: str, make: Make, tmp_path: 
     node.evict(*wanted)
     node.load(*wanted)
     assert node.gets() == 3, "once each, the second time from disk"
-    with http_of(node) as http:
+    with world.http_of(node) as http:
         _, page = Router(http).ask("GET", "/metrics")
     due = {"disk_payloads": 3, "disk_bytes": node.disk.nbytes, "disk_max_bytes": BOUND}
     due |= {"disk_hits_total": 3, "disk_writes_total": 3}
@@ -181,7 +166,7 @@ def test_the_next_agent_finds_the_files(make: Make, tmp_path: Path) -> None:
     (folder / ("0" * 40 + ".signed")).write_bytes(b"of other settings")
     (folder / ("1" * 40 + ".plain")).write_bytes(b"")
     (folder / "readme.txt").write_bytes(b"somebody else's")
-    second = make(store=WatchedStore())
+    second = make(store=world.WatchedStore())
     second.settle()
     assert {file.name[40:] for file in files(tmp_path)} == {".plain", ""}
     assert not (folder / "unfinished").exists()
@@ -229,7 +214,7 @@ def sealed(node: Node) -> list[PayloadRequest]:
     assert node.saves.drain(PATIENCE_S)
     for path in paths(payloads()):
         node.arena_cache.forget(path)
-    return node.wanted([claim.key for claim in claims_in(payloads())])
+    return node.wanted([claim.key for claim in world.claims_in(payloads())])
 
 
 def test_what_is_encrypted_in_the_bucket_is_encrypted_on_disk(make: Make, tmp_path: Path) -> None:
@@ -481,7 +466,7 @@ def test_a_killed_agent_leaves_its_files_to_the_next(tmp_path: Path) -> None:
     config = Config(bulk_url=f"file://{tmp_path}/bulk")
     urls = {"bulk_url": config.bulk_url, "agent_disk_url": f"file://{tmp_path}/disk"}
     with closing(open_backends(config, NullRecorder())) as backends:
-        wanted = wanted_of(backends.index, save(backends.bulk, backends.index))
+        wanted = world.wanted_of(backends.index, save(backends.bulk, backends.index))
     with AgentProcess(urls) as agent:
         load_all(agent, wanted)
         wait_until(lambda: len(files(tmp_path)) == 3)
@@ -494,7 +479,7 @@ def test_a_killed_agent_leaves_its_files_to_the_next(tmp_path: Path) -> None:
 
 def load_all(agent: AgentProcess, wanted: list[PayloadRequest]) -> None:
     with closing(AgentConnection(agent.path, wants_arena=True)) as client:
-        for lease in opened(client, wanted):
-            progress = ended(client, lease)
+        for lease in world.opened(client, wanted):
+            progress = world.ended(client, lease)
             assert progress.state is CellState.READY
-            assert pages_at(client.arena.view, progress) == RIGHT
+            assert world.pages_at(client.arena.view, progress) == RIGHT

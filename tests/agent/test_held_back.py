@@ -26,27 +26,9 @@ from objkv.errors import StoreUnavailable, TransferError
 from objkv.index.base import ChunkEntry, Savings, ShardRecord
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard
+from tests.agent import world
 from tests.agent.consistency import paths_of
-from tests.agent.world import (
-    PATIENCE_S,
-    RIGHT,
-    Desk,
-    Node,
-    Paused,
-    WatchedStore,
-    busy,
-    claims_in,
-    down,
-    ended,
-    hashes_in,
-    making,
-    opened,
-    pages_at,
-    paths,
-    payloads,
-    put_policy,
-    raising,
-)
+from tests.agent.world import PATIENCE_S, Node, Paused, claims_in, down, hashes_in, paths, payloads
 from tests.contracts.clock import ManualClock
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
@@ -66,7 +48,7 @@ class Holder(Node):
         self.reader = self.connect()
 
     def _new_desk(self) -> None:
-        self.desk = Desk(self)
+        self.desk = world.Desk(self)
 
     def commit(self, made: Sequence[bytes], *, puts: bool = False) -> list[CommitStatus]:
         """Hand payloads over, as a worker does; waits until the fleet has counted them."""
@@ -115,10 +97,10 @@ Make = Callable[..., Holder]
 
 def read(client: AgentConnection, wanted: PayloadRequest) -> MissReason:
     """Read a payload, and check its pages; why it was missed."""
-    (lease,) = opened(client, [wanted])
-    progress = ended(client, lease)
+    (lease,) = world.opened(client, [wanted])
+    progress = world.ended(client, lease)
     if progress.state is CellState.READY:
-        assert pages_at(client.arena.view, progress) == RIGHT
+        assert world.pages_at(client.arena.view, progress) == world.RIGHT
     client.release([lease.number] if lease.number else [])
     return MissReason(progress.reason)
 
@@ -134,7 +116,7 @@ def find(client: AgentConnection, made: Sequence[bytes]) -> list[PayloadRequest]
 
 @pytest.fixture
 def make() -> Iterator[Callable[..., Holder]]:
-    with making(Holder) as make:
+    with world.making(Holder) as make:
         yield make
 
 
@@ -186,7 +168,7 @@ def test_what_the_agent_took_is_found_from_then_on_although_it_was_missing_just_
 def test_what_another_process_was_saving_is_looked_up_in_the_index_after_its_next_read(
     make: Make,
 ) -> None:
-    store, index, made = WatchedStore(), MemoryIndex(), payloads()
+    store, index, made = world.WatchedStore(), MemoryIndex(), payloads()
     node = make(holds_back=False, store=store, index=index)
     for path in paths(made):
         assert index.lease(path, "another", ttl_ms=600_000)
@@ -224,7 +206,7 @@ def test_what_is_read_is_stored_and_published(make: Make) -> None:
 
 
 def test_what_another_node_makes_again_is_stored_by_that_node(make: Make) -> None:
-    store, index = WatchedStore(), MemoryIndex()
+    store, index = world.WatchedStore(), MemoryIndex()
     first, second = (make(store=store, index=index) for _ in range(2))
     made = payloads()
     first.commit(made)
@@ -256,7 +238,7 @@ def test_no_save_is_begun_later_because_an_agent_is_being_connected_to(
 ) -> None:
     """A forward pass begins it."""
     node, made = make(), payloads()
-    monkeypatch.setattr(node, "connect", raising(TransferError("gone")))
+    monkeypatch.setattr(node, "connect", world.raising(TransferError("gone")))
     connect = Paused(node, "connect")
     with ThreadPoolExecutor(2) as pool:
         try:
@@ -309,7 +291,7 @@ def test_a_held_back_payload_can_be_evicted_and_is_an_ordinary_miss_then(make: M
     assert node.find(made) == []
     gets = sum(node.store.gets.values())
     for error in (StoreUnavailable("down"), RuntimeError("a bug")):
-        node.index.find = raising(error)  # type: ignore[method-assign]
+        node.index.find = world.raising(error)  # type: ignore[method-assign]
         assert node.read([wanted]) == [MissReason.STORE]
         del node.index.find
     assert node.read([wanted]) == [MissReason.MISSING]
@@ -351,7 +333,7 @@ def test_payloads_that_come_together_share_a_round_trip(make: Make) -> None:
 
 @pytest.mark.parametrize(
     ("place", "call", "fails", "is_put"),
-    [("store", "put_if_absent", busy, False), ("index", "publish", down, True)],
+    [("store", "put_if_absent", world.busy, False), ("index", "publish", down, True)],
     ids=["not put", "not published"],
 )
 def test_a_save_that_failed_is_tried_at_the_next_read(
@@ -478,7 +460,7 @@ class Service:
             "agent_memory_bytes": str(1 << 20),
         } | dict(more or {})
         self.agent = AgentProcess(self.settings, options=options)
-        desk = Desk(self)  # type: ignore[arg-type]  # it only connects
+        desk = world.Desk(self)  # type: ignore[arg-type]  # it only connects
         for payload in made:
             desk.hand_over(payload)
         desk.close()
@@ -573,7 +555,7 @@ def clock() -> ManualClock:
 
 
 def policy(clock: ManualClock, setting: Any = "auto", **rule: Any) -> PutPolicy:
-    return PutPolicy(put_policy(setting, **rule).rule, clock=clock)
+    return PutPolicy(world.put_policy(setting, **rule).rule, clock=clock)
 
 
 def claim_of(number: int, rank: int, namespace: str = NAMESPACE) -> Claim:

@@ -12,19 +12,9 @@ from objkv.agent.fill import UNKNOWN, KnownLayouts, PayloadRequest
 from objkv.agent.memory.arena import CellState
 from objkv.agent.messages import Claims, Commit, CommitStatus, MissReason, SavedPart, Urgency
 from objkv.codec.payload import Claim, LayerSpec, read_header
+from tests.agent import world
 from tests.agent.consistency import keeps_promises
-from tests.agent.world import (
-    PATIENCE_S,
-    Make,
-    Node,
-    Paused,
-    claims_of,
-    ended,
-    making,
-    opened,
-    outbox_of,
-    payloads,
-)
+from tests.agent.world import PATIENCE_S, Make, Paused, claims_of, ended, making, opened, payloads
 from tests.codec.parts import Grid
 from tests.support.samples import NAMESPACE
 
@@ -72,7 +62,7 @@ def test_those_beyond_the_limit_have_no_number(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def make() -> Iterator[Make]:
-    with making(lambda **options: Node(**options).listen()) as make:
+    with making(lambda **options: world.Node(**options).listen()) as make:
         yield make
 
 
@@ -114,7 +104,7 @@ def test_a_joined_payload_has_a_layout(make: Make) -> None:
     node = make()
     pieces = Grid((2, 1)).pieces(read_header(payloads()[0]).claim)
     for piece in pieces:
-        with outbox_of(piece.payload) as outbox:
+        with world.outbox_of(piece.payload) as outbox:
             commit = Commit(0, len(piece.payload), part=SavedPart(1, piece.position))
             status = node.saves.commit(outbox, commit, b"one")
     assert status is CommitStatus.ACCEPTED

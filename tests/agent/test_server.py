@@ -23,24 +23,8 @@ from objkv.codec.payload import read_header
 from objkv.errors import StoreDenied, StoreError, StoreUnavailable, TransferError
 from objkv.keys.identity import identity_path
 from objkv.ops.agent_api import AgentApi
-from tests.agent.world import (
-    PATIENCE_S,
-    RIGHT,
-    Desk,
-    Node,
-    Paused,
-    busy,
-    claims_in,
-    claims_of,
-    denied,
-    ended,
-    loaded,
-    opened,
-    pages_at,
-    payloads,
-    raising,
-    serving,
-)
+from tests.agent import world
+from tests.agent.world import PATIENCE_S, RIGHT, Desk, Node, denied, ended, loaded, opened, payloads
 from tests.support.samples import NAMESPACE
 from tests.support.steps import Completed, complete
 from tests.support.waiting import wait_until
@@ -74,7 +58,7 @@ def greeted(node: Node) -> socket.socket:
 def ask_for(sock: socket.socket, wanted: Sequence[PayloadRequest]) -> None:
     """Open payloads."""
     sock.send(
-        m.pack_open_request(m.OpenRequest(m.Urgency.BETWEEN_STEPS, 60_000, claims_of(wanted)))
+        m.pack_open_request(m.OpenRequest(m.Urgency.BETWEEN_STEPS, 60_000, world.claims_of(wanted)))
     )
     m.unpack_opened(sock.recv(1000), len(wanted))
 
@@ -104,7 +88,7 @@ def test_a_client_that_lies_harms_only_itself_and_keeps_its_memory_until_it_goes
     assert node.arena_cache.leased() == 3, "a device of the client may still read"
     liar.close()
     wait_until(lambda: node.arena_cache.leased() == 1)
-    assert pages_at(honest.arena.view, ended(honest, leases[0])) == RIGHT
+    assert world.pages_at(honest.arena.view, ended(honest, leases[0])) == RIGHT
     honest.release([leases[0].number])
 
 
@@ -116,7 +100,7 @@ def test_a_stranger_is_refused_also_if_it_is_the_agent(
     node: Node, monkeypatch: pytest.MonkeyPatch, mode: int, refusal: str
 ) -> None:
     node.folder.chmod(mode)
-    with serving(node):
+    with world.serving(node):
         monkeypatch.setattr(os, "geteuid", lambda: 4242)
         monkeypatch.setattr(peers, "_ROOT", 4243)
         with pytest.raises(TransferError, match=refusal):
@@ -192,7 +176,7 @@ def test_there_is_a_limit_of_clients_leases_and_deadlines(monkeypatch: pytest.Mo
     (over,) = opened(first, wanted[2:])
     assert (over.number, over.progress.state) == (0, CellState.FAILED)
     first.release([lease.number for lease in leases])
-    held = first.open(claims_of(wanted[:1]), deadline_s=1e9, urgency=Urgency.IN_STEP)
+    held = first.open(world.claims_of(wanted[:1]), deadline_s=1e9, urgency=Urgency.IN_STEP)
     (resident,) = node.arena_cache.peek([wanted[0].claim.key.path()])
     assert resident is not None
     assert resident.deadline <= monotonic() + 600
@@ -222,7 +206,7 @@ def test_clients_are_accepted_again_whatever_went_wrong_with_one(
     monkeypatch.setattr(server_module, "_CLIENTS_MAX", clients_max)
     node = Node().listen()
     with monkeypatch.context() as patch:
-        patch.setattr(place, name, raising(error))
+        patch.setattr(place, name, world.raising(error))
         with pytest.raises(TransferError):
             node.connect()
     assert node.server.is_accepting
@@ -263,7 +247,7 @@ def test_without_a_free_descriptor_there_is_no_agent(
 ) -> None:
     calls = AgentCalls(lambda: AgentConnection(node.path))
     with monkeypatch.context() as patch:
-        patch.setattr(socket, "socket", raising(OSError(24, "Too many open files")))
+        patch.setattr(socket, "socket", world.raising(OSError(24, "Too many open files")))
         with pytest.raises(StoreUnavailable, match="Too many open files"):
             Completed(calls).run("get", path=SWITCH_PATH)
         assert not is_listening(node.path)
@@ -272,7 +256,7 @@ def test_without_a_free_descriptor_there_is_no_agent(
 
 def test_an_agent_that_never_answers_is_lost_in_time(node: Node) -> None:
     client = AgentConnection(node.path, call_s=1.0)
-    find = Paused(node.index, "find")
+    find = world.Paused(node.index, "find")
     assert client.send(m.pack_find(NAMESPACE, [bytes(20)], ("0.L0-2_H0-2",)))
     assert client.receive() is None
     with pytest.raises(TransferError, match="no answer"):
@@ -438,13 +422,13 @@ def test_what_was_handed_over_is_saved_and_resident(node: Node, desk: Desk) -> N
     made = payloads()
     assert [desk.hand_over(payload) for payload in made] == [CommitStatus.ACCEPTED] * 3
     assert node.saves.drain(PATIENCE_S)
-    keys = [claim.key for claim in claims_in(made)]
+    keys = [claim.key for claim in world.claims_in(made)]
     assert [node.store.get(key.path()) for key in keys] == made
     client = node.connect()
     leases = opened(client, node.wanted(keys))
     assert [lease.progress.state for lease in leases] == [CellState.READY] * 3
     for lease in leases:
-        assert pages_at(client.arena.view, lease.progress) == RIGHT
+        assert world.pages_at(client.arena.view, lease.progress) == RIGHT
     client.release([lease.number for lease in leases])
     assert not node.store.gets
     assert desk.hand_over(made[0]) is CommitStatus.REPEATED
@@ -471,7 +455,7 @@ def test_no_wrong_payload_is_saved(node: Node, desk: Desk, spoil: Callable[[byte
 
 def test_an_overloaded_or_full_store_is_reported(node: Node, desk: Desk) -> None:
     first, second, third = payloads()
-    put, node.store.put_if_absent = node.store.put_if_absent, busy  # type: ignore[assignment, method-assign]
+    put, node.store.put_if_absent = node.store.put_if_absent, world.busy  # type: ignore[assignment, method-assign]
     desk.hand_over(first)
     wait_until(lambda: node.saves.is_shedding)
     assert desk.hand_over(second) is CommitStatus.SHED

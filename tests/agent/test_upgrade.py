@@ -19,20 +19,9 @@ from objkv.assembly.launch import AgentRuns, AgentSocket
 from objkv.errors import TransferError
 from objkv.index.sqlite.index import SqliteIndex
 from objkv.stores.local import LocalStore
+from tests.agent import world
 from tests.agent.test_launch import run_agent
-from tests.agent.world import (
-    PATIENCE_S,
-    RIGHT,
-    Desk,
-    Node,
-    Paused,
-    ended,
-    gated,
-    opened,
-    pages_at,
-    payloads,
-    wanted_of,
-)
+from tests.agent.world import PATIENCE_S, RIGHT, Desk, Node, Paused, ended, gated, opened, pages_at
 from tests.support.agents import AgentProcess
 from tests.support.samples import NAMESPACE, save
 from tests.support.steps import Completed
@@ -127,7 +116,7 @@ def next_one(node: Node) -> Iterator[Callable[[], Node]]:
 def test_lookups_and_saves_go_on_with_the_next_agent(
     node: Node, next_one: Callable[[], Node]
 ) -> None:
-    desk, made = Desk(node), payloads()
+    desk, made = Desk(node), world.payloads()
     calls = AgentCalls(lambda: node.connect(wants_arena=False))
     index = Completed(calls)
     desk.hand_over(made[0])
@@ -182,7 +171,7 @@ def test_two_agents_change_places_under_a_lease(
         closing(SqliteIndex(tmp_path / "i")) as index,
         AgentProcess(settings) as old,
     ):
-        wanted = wanted_of(index, save(store, index))[:1]
+        wanted = world.wanted_of(index, save(store, index))[:1]
         reader = reader_over(store, index, old.path)
         assert reader.can_load()
         holder = AgentConnection(old.path, wants_arena=True, call_s=PATIENCE_S)
