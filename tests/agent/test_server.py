@@ -271,25 +271,25 @@ def test_an_agent_that_never_answers_is_lost_in_time(node: Node) -> None:
 @pytest.fixture
 def calls(node: Node) -> Any:
     made = AgentCalls(lambda: node.connect(wants_arena=False))
-    yield made
+    yield Completed(made)
     made.close()
 
 
-def test_lookups_are_answered_from_one_board(node: Node, calls: AgentCalls) -> None:
-    wanted, index = node.save(), Completed(calls)
+def test_lookups_are_answered_from_one_board(node: Node, calls: Completed) -> None:
+    wanted = node.save()
     key = wanted[0].claim.key
     hashes = [one.claim.key.prefix_hash for one in wanted]
-    found = index.find(NAMESPACE, [*hashes, bytes(20)], [key.field])
+    found = calls.find(NAMESPACE, [*hashes, bytes(20)], [key.field])
     assert [None if one is None else dict(one) for one in found] == [
         *({key.field: one.record} for one in wanted),
         None,
     ]
-    assert None not in index.find(NAMESPACE, hashes, [key.field])
+    assert None not in calls.find(NAMESPACE, hashes, [key.field])
     node.index.forget(NAMESPACE, key.prefix_hash, key.field, wanted[0].record)
-    assert index.find(NAMESPACE, hashes, [key.field])[0] is not None, "for a while"
-    assert index.lookup(NAMESPACE, hashes)[0] is None
-    assert index.lookup(NAMESPACE, hashes)[1] == node.index.lookup(NAMESPACE, hashes)[1]
-    assert index.find(NAMESPACE, [], [key.field]) == []
+    assert calls.find(NAMESPACE, hashes, [key.field])[0] is not None, "for a while"
+    assert calls.lookup(NAMESPACE, hashes)[0] is None
+    assert calls.lookup(NAMESPACE, hashes)[1] == node.index.lookup(NAMESPACE, hashes)[1]
+    assert calls.find(NAMESPACE, [], [key.field]) == []
 
 
 def test_a_client_remembers_a_bounded_number_of_blocks(
@@ -307,23 +307,23 @@ def test_a_client_remembers_a_bounded_number_of_blocks(
 
 @pytest.mark.parametrize("is_missing", [True, False])
 def test_a_payload_that_was_missed_is_not_found_again(
-    node: Node, calls: AgentCalls, is_missing: bool
+    node: Node, calls: Completed, is_missing: bool
 ) -> None:
-    wanted, index = node.save(), Completed(calls)
+    wanted = node.save()
     key = wanted[0].claim.key
     hashes = [one.claim.key.prefix_hash for one in wanted]
-    assert None not in index.find(NAMESPACE, hashes, [key.field])
+    assert None not in calls.find(NAMESPACE, hashes, [key.field])
     if is_missing:
         node.store.delete(key.path())
     else:
         node.store.put(key.path(), bytes(wanted[0].record.nbytes))
     (missed,) = loaded(node.connect(), wanted[:1])
     assert missed.reason == (MissReason.MISSING if is_missing else MissReason.CORRUPT)
-    assert index.find(NAMESPACE, hashes, [key.field])[0] is None
+    assert calls.find(NAMESPACE, hashes, [key.field])[0] is None
 
 
 def test_all_records_of_a_long_prompt_are_touched_and_live_as_the_agent_says(
-    node: Node, calls: AgentCalls
+    node: Node, calls: Completed
 ) -> None:
     """A replica that has only the socket has no time to live of its own."""
     touched, lives = list[bytes](), set[int]()
@@ -334,63 +334,61 @@ def test_all_records_of_a_long_prompt_are_touched_and_live_as_the_agent_says(
 
     node.index.touch = touch  # type: ignore[method-assign]
     hashes = [n.to_bytes(20, "big") for n in range(4000)]
-    Completed(calls).touch(NAMESPACE, hashes, ttl_s=1)
+    calls.touch(NAMESPACE, hashes, ttl_s=1)
     assert (touched, lives) == (hashes, {3600})
 
 
 def test_identities_can_be_made_and_read_the_switch_read_and_nothing_else(
-    node: Node, calls: AgentCalls
+    node: Node, calls: Completed
 ) -> None:
-    documents = Completed(calls)
     path = identity_path(NAMESPACE)
-    assert documents.get(path, 0, 100) is None
-    assert documents.put_if_absent(path, b"document")
-    assert not documents.put_if_absent(path, b"other")
-    assert documents.get(path, 2, 100) == b"cument"
+    assert calls.get(path, 0, 100) is None
+    assert calls.put_if_absent(path, b"document")
+    assert not calls.put_if_absent(path, b"other")
+    assert calls.get(path, 2, 100) == b"cument"
     node.store.put(SWITCH_PATH, b"{}")
-    assert documents.get(SWITCH_PATH, 0, 100) == b"{}"
+    assert calls.get(SWITCH_PATH, 0, 100) == b"{}"
     many = bytes(range(256)) * 500
     node.store.put(SWITCH_PATH, many)
-    assert documents.get(SWITCH_PATH, 0, 1 << 20) == many
-    assert documents.get(SWITCH_PATH, 7, 40_000) == many[7:40_000]
+    assert calls.get(SWITCH_PATH, 0, 1 << 20) == many
+    assert calls.get(SWITCH_PATH, 7, 40_000) == many[7:40_000]
     node.store.put(SWITCH_PATH, many[: client_module.DOCUMENT_BYTES_MAX])
-    assert documents.get(SWITCH_PATH, 0, 1 << 20) == many[: client_module.DOCUMENT_BYTES_MAX]
+    assert calls.get(SWITCH_PATH, 0, 1 << 20) == many[: client_module.DOCUMENT_BYTES_MAX]
     with pytest.raises(StoreDenied, match="no access"):
-        documents.put_if_absent(SWITCH_PATH, b"of a client")
+        calls.put_if_absent(SWITCH_PATH, b"of a client")
     payload = node.save()[0].claim.key.path()
     for wrong in (payload, "../x", f"{path}/x"):
         with pytest.raises(StoreDenied, match="no access"):
-            documents.get(wrong, 0, 10)
+            calls.get(wrong, 0, 10)
         with pytest.raises(StoreDenied, match="no access"):
-            documents.put_if_absent(wrong, b"x")
+            calls.put_if_absent(wrong, b"x")
     with pytest.raises(StoreError, match="bytes"):
-        documents.put_if_absent(path, bytes(m.MESSAGE_BYTES_MAX))
+        calls.put_if_absent(path, bytes(m.MESSAGE_BYTES_MAX))
 
 
 def test_a_replica_prefetches_in_calls_of_bounded_length(
-    node: Node, calls: AgentCalls, monkeypatch: pytest.MonkeyPatch
+    node: Node, calls: Completed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_module, "_CHUNKS_MAX", 2)
     wanted = node.save(range(1000, 1000 + 16 * 7))
     hashes = [one.claim.key.prefix_hash for one in wanted]
     nbytes = wanted[0].record.raw_bytes
-    assert Completed(calls).prefetch(NAMESPACE, hashes, PrefetchOrder(60.0, 0, 3 * nbytes)) == 3
+    assert calls.prefetch(NAMESPACE, hashes, PrefetchOrder(60.0, 0, 3 * nbytes)) == 3
     wait_until(lambda: not node.arena_cache.leased())
     hashes.insert(5, bytes(20))
-    assert Completed(calls).prefetch(NAMESPACE, hashes, PrefetchOrder(60)) == 2
+    assert calls.prefetch(NAMESPACE, hashes, PrefetchOrder(60)) == 2
     wait_until(lambda: not node.arena_cache.leased())
     found = node.arena_cache.contains_ready([one.claim.key.path() for one in wanted])
     assert found == [True] * 5 + [False] * 2
 
 
-def test_the_stores_errors_arrive_as_what_they_are(node: Node, calls: AgentCalls) -> None:
+def test_the_stores_errors_arrive_as_what_they_are(node: Node, calls: Completed) -> None:
     node.index.find = denied  # type: ignore[method-assign]
     node.index.touch = denied  # type: ignore[method-assign]
-    index = Completed(calls)
     with pytest.raises(StoreUnavailable, match="no rights"):
-        index.find(NAMESPACE, [bytes(20)], ["0.L0-2_H0-2"])
+        calls.find(NAMESPACE, [bytes(20)], ["0.L0-2_H0-2"])
     with pytest.raises(StoreDenied, match="no rights"):
-        index.touch(NAMESPACE, [bytes(20)], ttl_s=1)
+        calls.touch(NAMESPACE, [bytes(20)], ttl_s=1)
 
 
 def test_a_lost_connection_is_replaced(node: Node, caplog: pytest.LogCaptureFixture) -> None:
