@@ -33,7 +33,7 @@ from objkv.assembly.backends import open_backends
 from objkv.assembly.fetchers import open_s3, process_count
 from objkv.assembly.launch import IDLE_EXIT_S, AgentRuns, AgentSocket, failure_of, start_agent
 from objkv.assembly.link import AgentLink, Replica
-from objkv.cache.chunks import shard_record
+from objkv.cache.chunks import CacheSettings, shard_record
 from objkv.codec.payload import Claim, LayerSpec, Provenance, encode, read_header
 from objkv.config import Config, load_config, node
 from objkv.config.node import agent_environment, agent_socket, http_path, replica_socket
@@ -227,13 +227,18 @@ def test_an_agent_whose_path_is_another_agents_ends_and_leaves_it(
 def test_an_agent_that_starts_again_has_the_leases_of_the_one_that_was_killed(
     config: Config, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def owner(place: Path) -> str:
-        with NodeAgent(config, place, MemoryRecorder()) as agent:
-            return agent._cache._settings.writer
+    owners = list[str]()
 
-    killed, again, other = map(owner, (path, path, path.with_name("other")))
+    def seen(writer: str, *others: int) -> CacheSettings:
+        owners.append(writer)
+        return CacheSettings(writer, *others)
+
+    monkeypatch.setattr(agent_module, "CacheSettings", seen)
+    for place in (path, path, path.with_name("other")):
+        NodeAgent(config, place, MemoryRecorder()).close()
     monkeypatch.setattr(os, "readlink", lambda _: "mnt:[1]")
-    contained = owner(path)
+    NodeAgent(config, path, MemoryRecorder()).close()
+    killed, again, other, contained = owners
     assert again == killed
     assert len({killed, other, contained}) == 3, "a container's path is another folder's"
 

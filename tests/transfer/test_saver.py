@@ -71,8 +71,7 @@ def test_after_closing_nothing_is_saved_and_no_slab_is_leased() -> None:
     replica = Replica(*stores(), seed=1)
     replica.save(range(2))
     replica.saver.close(PATIENCE_S)
-    pools = replica.saver._saves, replica.saver._gathers
-    assert not any(one.is_alive() for pool in pools for one in pool._threads)
+    assert replica.saver._saves.close(0.0) == replica.saver._gathers.close(0.0) == []
     replica.saver.gather(plan_of(replica, 2))
     assert replica.saver.take_dropped() == {("r", 2)}
     assert replica.saver.left_device("r")
@@ -334,7 +333,7 @@ def test_a_device_that_does_not_end_its_copies_holds_up_no_shutdown_and_is_told(
     saver.close(5.0)
     assert ("copies of saves did not finish" in caplog.text) is is_told
     assert (6.0 if is_told else 5.5) <= clock.now_s < 10.0
-    assert not any(one.is_alive() for one in saver._saves._threads)
+    assert saver._saves.close(0.0) == []
 
 
 @ON_HOST
@@ -346,7 +345,7 @@ def test_a_slab_that_a_hung_device_may_still_write_is_never_given_back(
     assert gathered(saver, plan_of(four, 0, 1)) == set()
     if is_closed:
         saver.close(-10.0)  # the time to look is over
-        assert not any(one.is_alive() for one in saver._saves._threads)
+        assert saver._saves.close(0.0) == []
     else:
         assert saver.drain(PATIENCE_S), "its deadline has come"
         assert not saver.left_device("r")
