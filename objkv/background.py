@@ -60,8 +60,7 @@ class Question(NamedTuple):
 
 
 Steps = Generator[Question | None, bytes, T]
-"""Work in steps. It yields a question, which gives its answer or raises, or None to let others
-go."""
+"""Work in steps: yields a question, which gives its answer or raises, or None to let others go."""
 
 
 def in_steps(outcome: T | Steps[T]) -> Steps[T]:
@@ -84,8 +83,7 @@ class Pool(Generic[Job]):
         begin: Callable[[], None] | None = None,
     ) -> None:
         """``failed``: receives exceptions of ``run``; by default they are logged as errors.
-        ``begin``: called by each thread before its first job. If it fails, jobs run all the same.
-        """
+        ``begin``: each thread's first call. If it fails, jobs run all the same."""
         self._name, self._run, self._failed, self._begin = name, run, failed, begin
         self._lock = Lock()
         self._came, self._ended = Condition(self._lock), Condition(self._lock)
@@ -114,11 +112,6 @@ class Pool(Generic[Job]):
     def busy(self) -> int:
         """Jobs that are running."""
         return self._begun
-
-    @property
-    def threads(self) -> int:
-        """Threads that have not ended."""
-        return sum(thread.is_alive() for thread in self._threads)
 
     @property
     def is_closed(self) -> bool:
@@ -215,9 +208,9 @@ class _Traffic:
 
 
 class StepThread:
-    """One thread for much work that mostly waits for answers. It sends the questions of all its
-    work before it waits, and goes on with whichever is answered. No exception ends it: those of
-    work go to its future. Thread-safe."""
+    """One thread for much work that mostly waits for answers. It sends all questions before it
+    waits, and goes on with whichever is answered. No exception ends it: those of work go to its
+    future. Thread-safe."""
 
     def __init__(
         self,
@@ -270,8 +263,7 @@ class StepThread:
             self._note_end()
 
     def run(self, job: Callable[[], Steps[None] | None]) -> bool:
-        """Have a job done, in steps if it takes long. Returns False if it is refused, as by
-        ``start``."""
+        """Have a job done, in steps if it takes long. False if it is refused, as by ``start``."""
 
         def work() -> Steps[None]:
             try:

@@ -1,8 +1,7 @@
 """OpenTelemetry spans of one request. Without OpenTelemetry, every call does nothing.
 
 OpenTelemetry's own variables configure the collector. vLLM's ``--otlp-traces-endpoint`` sets them
-for its processes. Nothing here raises. A disabled span costs one call that returns at once. Here a
-span is OpenTelemetry's, not a range of layers.
+for its processes. Nothing here raises. Here a span is OpenTelemetry's, not a range of layers.
 """
 
 import logging
@@ -60,8 +59,7 @@ class Tracing:
         self._tracer, self._own = tracer, own
 
     def begin(self, name: str, parent: str | None, **attributes: Attribute) -> Span:
-        """Begin a span below ``parent``, the request's ``traceparent`` (W3C Trace Context). If it
-        is None, begin a new trace."""
+        """Begin a span below ``parent``, a ``traceparent`` (W3C Trace Context), or a new trace."""
         if self._tracer is not None:
             from opentelemetry.context import Context
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator

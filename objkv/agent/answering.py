@@ -48,13 +48,11 @@ class NodeLookups:
         records: FoundRecords,
         board: AnswerBoard,
         *,
-        ttl_s: float = LOOKUP_TTL_S,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """``records``: keeps what is found. ``ttl_s``: how long an answer is valid."""
+        """``records``: keeps what is found."""
         self._index, self._held, self.board = index, held, board
-        self._records = records
-        self._ttl_s, self._clock = ttl_s, clock
+        self._records, self._clock = records, clock
         self._free = BoundedSemaphore(_LOOKUPS_MAX)
 
     def find(self, namespace: str, hashes: bytes, fields: tuple[str, ...]) -> list[bytes]:
@@ -103,9 +101,7 @@ class NodeLookups:
             self._records.add(scope.namespace, zip(pending.hashes, found, strict=True))
         text = b"\n".join(written_rows(found, scope.fields))
         is_whole = {len(scope.fields)} == {0 if one is None else len(one) for one in found}
-        ttl_s = self._ttl_s if is_whole else min(_MISSING_S, self._ttl_s)
-        if ttl_s:
-            self.board.write(pending, text, (now, now + ttl_s))
+        self.board.write(pending, text, (now, now + (LOOKUP_TTL_S if is_whole else _MISSING_S)))
         return text
 
 
@@ -121,8 +117,7 @@ class NodeCalls:
         *,
         ttl_s: int,
     ) -> None:
-        """``ttl_s``: of records that clients touch, who may have only the socket, and not know
-        it."""
+        """``ttl_s``: of records that clients touch, who may not know it."""
         self._index, self._bulk, self._prefetches = index, bulk, prefetches
         self._policy, self._ttl_s = policy, ttl_s
 

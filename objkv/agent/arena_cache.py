@@ -51,7 +51,7 @@ class CachedPayload:
     key: str
     """Its path in the bulk store."""
     cell: int
-    """-1 if it is complete, and was not leased for a moment since: no reader waits for it."""
+    """-1 if it is complete and was free of leases since: no reader waits for it."""
     state: CellState = CellState.FILLING
     leases: int = 0
     offset: int = -1
@@ -82,12 +82,11 @@ class ArenaCache:
         arena: Arena,
         recorder: Recorder,
         changed: Callable[[bytes], object] = lambda prefix_hash: None,
-        came_due: Callable[[], object] = lambda: None,
         disk: Disk | None = None,
     ) -> None:
-        """``changed``, ``came_due``, ``disk``: see ``HeldBackPayloads``."""
+        """``changed``, ``disk``: see ``HeldBackPayloads``."""
         self._arena, self._recorder = arena, recorder
-        self.held_back = HeldBackPayloads(recorder, changed, came_due, disk)
+        self.held_back = HeldBackPayloads(recorder, changed, disk)
         """Those that no store has yet."""
         self._extents = Extents(BOARD_BYTES, arena.nbytes)
         self._pages = PagesAhead(arena)
@@ -133,9 +132,9 @@ class ArenaCache:
     ) -> tuple[CachedPayload, bool] | MissReason:
         """Take a lease of a payload. ``ahead``: for a prefetch, which does not count as a read.
 
-        Returns it, and whether it is new. A new payload must be filled by the caller, who holds a
-        second lease for that, see ``ready`` and ``failed``. NO_ROOM if too many are leased, CORRUPT
-        if the payload here is of another ``origin``.
+        Returns it, and whether it is new: the caller must fill it then, and holds a second lease
+        for that, see ``ready`` and ``failed``. NO_ROOM if too many are leased, CORRUPT if the
+        payload here is of another ``origin``.
         """
         with self._lock:
             one = self._by_key.get(key)
@@ -157,9 +156,8 @@ class ArenaCache:
                 return one, False
             if not self._cells:
                 return MissReason.NO_ROOM
-            one = CachedPayload(
-                key, self._cells.popleft(), leases=2, origin=origin, is_unused=ahead
-            )
+            cell = self._cells.popleft()
+            one = CachedPayload(key, cell, leases=2, origin=origin, is_unused=ahead)
             self._by_key[key] = one
             self._all.add(one)
             one.waiters.add(waiter)

@@ -27,48 +27,10 @@ from time import monotonic
 from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, Protocol, TypeVar
 
 from objkv import errors
+from objkv.agent import messages
 from objkv.agent.memory.answers import FIELDS_MAX, AnswerBoard, LookupScope
-from objkv.agent.memory.arena import (
-    ALL_FRAMES,
-    BOARD_BYTES,
-    Arena,
-    CellState,
-    Progress,
-    ProgressBoard,
-)
-from objkv.agent.messages import (
-    DEADLINE_MS_MAX,
-    MESSAGE_BYTES_MAX,
-    VERSION,
-    Claims,
-    Commit,
-    CommitStatus,
-    Drop,
-    Hello,
-    MessageKind,
-    MissReason,
-    OpenAnswer,
-    OpenRequest,
-    PrefetchOrder,
-    ProtocolError,
-    Urgency,
-    find_max,
-    kind_of,
-    pack_commits,
-    pack_drop,
-    pack_find,
-    pack_hello,
-    pack_open_request,
-    pack_rejection,
-    pack_release,
-    pack_text,
-    read_block,
-    seals_mask,
-    unpack_committed,
-    unpack_found,
-    unpack_opened,
-    unpack_text,
-)
+from objkv.agent.memory.arena import ALL_FRAMES, BOARD_BYTES, Arena, CellState, Progress
+from objkv.agent.messages import VERSION, Claims, MessageKind, MissReason, ProtocolError, Urgency
 from objkv.agent.peers import connect_to
 from objkv.background import Alarm, ClosedError, Question, Steps, wait_for
 from objkv.codec.values import Claim
@@ -120,10 +82,10 @@ class ArenaLease(NamedTuple):
     progress: Progress
 
 
-def lease_of(one: OpenAnswer, board: ProgressBoard) -> ArenaLease:
+def lease_of(one: messages.OpenAnswer, arena: Arena) -> ArenaLease:
     """Return what was opened, with the progress so far."""
     if one.state == CellState.FILLING:
-        return ArenaLease(one.lease, one.cell, board.read(one.cell))
+        return ArenaLease(one.lease, one.cell, arena.board.read(one.cell))
     frames = ALL_FRAMES if one.state == CellState.READY else 0
     place = one.offset, one.nbytes, one.reason, one.layout
     return ArenaLease(one.lease, one.cell, Progress(CellState(one.state), frames, *place))
@@ -159,9 +121,11 @@ class AgentConnection:
         try:
             connect_to(sock, path)
             name = hashlib.sha256(replica.encode()).digest()[:16] if replica else bytes(16)
-            hello = Hello(VERSION, wants_arena, outbox >= 0, name, seals_mask(seals))
-            socket.send_fds(sock, [pack_hello(hello)], [outbox] if outbox >= 0 else [])
-            message, descriptors, _, _ = socket.recv_fds(sock, MESSAGE_BYTES_MAX, 2)
+            hello = messages.Hello(
+                VERSION, wants_arena, outbox >= 0, name, messages.seals_mask(seals)
+            )
+            socket.send_fds(sock, [messages.pack_hello(hello)], [outbox] if outbox >= 0 else [])
+            message, descriptors, _, _ = socket.recv_fds(sock, messages.MESSAGE_BYTES_MAX, 2)
             self._greeted(message, descriptors, wants_arena)
         except OSError as exc:
             sock.close()
@@ -172,9 +136,11 @@ class AgentConnection:
 
     def _greeted(self, message: bytes, descriptors: list[int], wants_arena: bool) -> None:
         try:
-            if message and kind_of(message) is MessageKind.REFUSED:
-                raise AgentRefused(f"the agent at {self._path} refused: {unpack_text(message)}")
-            if not message or kind_of(message) is not MessageKind.WELCOME:
+            if message and messages.kind_of(message) is MessageKind.REFUSED:
+                raise AgentRefused(
+                    f"the agent at {self._path} refused: {messages.unpack_text(message)}"
+                )
+            if not message or messages.kind_of(message) is not MessageKind.WELCOME:
                 raise ProtocolError(f"the process at {self._path} is not an agent")
             if len(descriptors) != 1 + wants_arena:
                 raise ProtocolError(f"{len(descriptors)} descriptors from the agent")
@@ -208,29 +174,31 @@ class AgentConnection:
 
     def open(self, wanted: Claims, *, deadline_s: float, urgency: Urgency) -> list[ArenaLease]:
         """Open 1 to ``OPEN_MAX`` payloads, in order. Each lease must be released."""
-        deadline_ms = int(min(max(1.0, 1000 * deadline_s), DEADLINE_MS_MAX))
-        answer = self._call(pack_open_request(OpenRequest(urgency, deadline_ms, wanted)))
-        opened = self._read(unpack_opened, answer, len(wanted))
-        return list(map(lease_of, opened, repeat(self.arena.board)))
+        deadline_ms = int(min(max(1.0, 1000 * deadline_s), messages.DEADLINE_MS_MAX))
+        answer = self._call(
+            messages.pack_open_request(messages.OpenRequest(urgency, deadline_ms, wanted))
+        )
+        opened = self._read(messages.unpack_opened, answer, len(wanted))
+        return list(map(lease_of, opened, repeat(self.arena)))
 
     def release(self, leases: Sequence[int]) -> None:
         """End leases, at most ``RELEASE_MAX``. The memory may change from now on."""
         if leases:
-            self._send(pack_release(leases))
+            self._send(messages.pack_release(leases))
 
     def reject(self, claim: Claim) -> None:
-        """Report that a payload is not what its key promises. It is not served or found any
-        more."""
-        self._send(pack_rejection(claim))
+        """Report that a payload is not what its key promises: nobody finds it any more."""
+        wanted = messages.OpenRequest(Urgency.IN_STEP, 0, Claims.of((claim,)))
+        self._send(messages.pack_open_request(wanted, MessageKind.REJECT))
 
-    def commit(self, commits: Sequence[Commit]) -> list[CommitStatus]:
+    def commit(self, commits: Sequence[messages.Commit]) -> list[messages.CommitStatus]:
         """Hand over at most ``COMMITS_MAX`` payloads, or parts. The outbox may change then."""
-        answer = self._call(pack_commits(commits))
-        return self._read(unpack_committed, answer, len(commits))
+        answer = self._call(messages.pack_commits(commits))
+        return self._read(messages.unpack_committed, answer, len(commits))
 
-    def drop(self, drop: Drop) -> None:
+    def drop(self, drop: messages.Drop) -> None:
         """Report that this rank will not hand over its part of a payload."""
-        self._send(pack_drop(drop))
+        self._send(messages.pack_drop(drop))
 
     def find(
         self, namespace: str, hashes: Sequence[bytes], fields: tuple[str, ...]
@@ -244,11 +212,11 @@ class AgentConnection:
         now = time.time()
         blocks = [self._kept(scope.key(part), part, fields, now) for part in parts]
         unknown = [number for number, block in enumerate(blocks) if block is None]
-        at_once = find_max(len(fields)) // scope.chunks
+        at_once = messages.find_max(len(fields)) // scope.chunks
         for first in range(0, len(unknown), at_once):
             numbers = unknown[first : first + at_once]
             some = [parts[number] for number in numbers]
-            answer = yield Question(self, pack_find(namespace, some, fields))
+            answer = yield Question(self, messages.pack_find(namespace, some, fields))
             for number, block in zip(numbers, self._found(answer, some, fields), strict=True):
                 blocks[number] = block
         return list(chain.from_iterable(block for block in blocks if block is not None))
@@ -268,7 +236,7 @@ class AgentConnection:
         text = self._board.read(key, found)
         if text is None:
             return None
-        block = self._read(read_block, text, len(part) // PREFIX_HASH_BYTES, fields)
+        block = self._read(messages.read_block, text, len(part) // PREFIX_HASH_BYTES, fields)
         if len(self._known) >= KNOWN_MAX:
             self._known.clear()
         self._known[key] = found[0], block
@@ -278,20 +246,20 @@ class AgentConnection:
         self, answer: bytes, parts: Sequence[bytes], fields: tuple[str, ...]
     ) -> list[FoundBlock]:
         """Read what the agent answers about some blocks of prefix hashes."""
-        if self._read(kind_of, answer) is MessageKind.FAILED:
-            raise StoreUnavailable(f"lookup by the agent: {unpack_text(answer)}")
-        texts = self._read(unpack_found, answer, len(parts))
+        if self._read(messages.kind_of, answer) is MessageKind.FAILED:
+            raise StoreUnavailable(f"lookup by the agent: {messages.unpack_text(answer)}")
+        texts = self._read(messages.unpack_found, answer, len(parts))
         return [
-            self._read(read_block, text, len(part) // PREFIX_HASH_BYTES, fields)
+            self._read(messages.read_block, text, len(part) // PREFIX_HASH_BYTES, fields)
             for text, part in zip(texts, parts, strict=True)
         ]
 
     def call(self, message: bytes) -> Steps[bytes]:
         """Send a CALL and return the answer."""
         answer = yield Question(self, message)
-        if self._read(kind_of, answer) not in (MessageKind.RESULT, MessageKind.FAILED):
+        if self._read(messages.kind_of, answer) not in (MessageKind.RESULT, MessageKind.FAILED):
             self._is_lost = True
-            raise ProtocolError(f"{kind_of(answer).name} instead of a result")
+            raise ProtocolError(f"{messages.kind_of(answer).name} instead of a result")
         return answer
 
     def fileno(self) -> int:
@@ -364,7 +332,7 @@ class AgentConnection:
 
     def _pull(self, flags: int = 0) -> bytes:
         try:
-            answer = self._sock.recv(MESSAGE_BYTES_MAX + 1, flags)
+            answer = self._sock.recv(messages.MESSAGE_BYTES_MAX + 1, flags)
         except OSError as exc:
             if flags and isinstance(exc, BlockingIOError):
                 raise
@@ -550,20 +518,22 @@ class AgentCalls:
     def run(self, verb: str, **arguments: Any) -> Steps[Any]:
         """Run a call in the agent. Raises ``StoreError`` as the agent's store or index does."""
         try:
-            message = pack_text(MessageKind.CALL, json.dumps({"verb": verb} | arguments))
+            message = messages.pack_text(MessageKind.CALL, json.dumps({"verb": verb} | arguments))
         except ProtocolError as exc:
             raise StoreError(f"{verb}: {exc}") from exc
         answer = yield from self._use(AgentConnection.call, message)
-        if kind_of(answer) is MessageKind.FAILED:
-            name, _, text = unpack_text(answer).partition("\n")
+        if messages.kind_of(answer) is MessageKind.FAILED:
+            name, _, text = messages.unpack_text(answer).partition("\n")
             kind = getattr(errors, name) if name in _FAILURES else StoreError
             raise kind(text)
         try:
-            return json.loads(unpack_text(answer))
+            return json.loads(messages.unpack_text(answer))
         except ValueError as exc:
             raise StoreUnavailable("the agent's answer is not JSON") from exc
 
-    def prefetch(self, namespace: str, hashes: Sequence[bytes], order: PrefetchOrder) -> Steps[int]:
+    def prefetch(
+        self, namespace: str, hashes: Sequence[bytes], order: messages.PrefetchOrder
+    ) -> Steps[int]:
         """Have a prompt's payloads fetched. Returns how many started. Raises ``StoreError``."""
         started, left = 0, order.bytes_max
         for first in range(0, len(hashes), _CHUNKS_MAX):

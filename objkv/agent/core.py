@@ -122,8 +122,7 @@ class FetchQueue:
     def hasten(self, one: CachedPayload, due: Priority) -> bool:
         """Another client waits for a payload too: if it is queued, the more urgent of both
         urgencies and the later of both deadlines apply. Returns whether it is queued."""
-        job = self._jobs.get(one)
-        if job is None:
+        if (job := self._jobs.get(one)) is None:
             return False
         urgency, priority = min(due[:2], job[:2])
         deadline = max(job.deadline, due.deadline)
@@ -187,12 +186,9 @@ class _Answer(NamedTuple):
 
 
 class FoundRecords:
-    """The records of payloads that lookups of this node have found lately. Thread-safe. Nothing
-    waits.
-
-    A client opens payloads by their keys, and the agent fetches them by their records, which it has
-    just looked up for the client. One that is not kept any more is looked up again.
-    """
+    """The records of payloads that lookups of this node have found lately. Thread-safe. A client
+    opens payloads by their keys, and the agent fetches them by their records, which it has just
+    looked up for the client. One that is not kept any more is looked up again."""
 
     def __init__(self, *, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
@@ -257,14 +253,12 @@ class Core:
         *,
         disk: Disk | None = None,
         changed: Callable[[bytes], object] = lambda prefix_hash: None,
-        came_due: Callable[[], object] = lambda: None,
     ) -> None:
         """The core closes ``disk``, and neither ``cache`` nor ``arena``. ``changed``: called for a
-        chunk after a lookup of it has another outcome. ``came_due``: called after payloads that
-        were held back are to be saved. Neither may wait."""
+        chunk after a lookup of it has another outcome. It may not wait."""
         self.found = FoundRecords()
         self._answers_changed = changed
-        self.arena_cache = ArenaCache(arena, recorder, self.record_changed, came_due, disk)
+        self.arena_cache = ArenaCache(arena, recorder, self.record_changed, disk)
         self.spill: Spill | None = None
         if disk is not None:
             readers = max(1, limits.threads - max(1, limits.threads // 4))
@@ -297,8 +291,8 @@ class Core:
         """Take a lease of each payload, and fetch those that are not resident within
         ``deadline_s``. ``client`` is woken at each progress. The caller releases each lease.
 
-        A claim that differs from that of a payload here is a miss. If that is READY it is rejected,
-        which may wait for the index; if not, its own fetch shows what it is.
+        A claim that differs from that of a payload here is a miss. A READY one is rejected, which
+        may wait for the index; that of another its own fetch shows.
         """
         if self._draining:
             return [MissReason.CLOSED] * len(wanted)

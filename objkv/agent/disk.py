@@ -160,8 +160,7 @@ class DiskFolder:
             os.unlink(name, dir_fd=self._fd)
 
     def __del__(self) -> None:
-        """Close the folder. Not in ``close``: a thread may hang in a call, and the descriptor's
-        number must not name another folder then."""
+        """Close the folder. ``close`` cannot: a thread that hangs may still use the descriptor."""
         with suppress(AttributeError, OSError):
             os.close(self._fd)
 
@@ -200,8 +199,8 @@ class Disk:
         return self._sizes.get(self._name(key))
 
     def load(self, stop: Callable[[], bool]) -> None:
-        """Find the files of earlier agents in the locked folder, first of all, unless ``stop()``.
-        Raises ``StoreUnavailable``."""
+        """First, find the files of earlier agents, unless ``stop()``. Raises ``StoreUnavailable``.
+        The folder must be locked."""
         found, others = list[DiskFile](), list[DiskFile]()
         for file in self.folder.listed():
             if stop():
@@ -226,8 +225,7 @@ class Disk:
             self.purge()
 
     def get_into(self, key: str, buffer: memoryview, arrived: Arrived) -> int | None:
-        """See ``ReadStore``. The result is unverified. Raises ``PayloadError``,
-        ``StoreUnavailable``."""
+        """See ``ReadStore``. Verifies nothing. Raises ``PayloadError``, ``StoreUnavailable``."""
         return self.folder.read_into(self._name(key), buffer, arrived)
 
     def use(self, key: str) -> None:

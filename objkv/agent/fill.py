@@ -46,8 +46,7 @@ UNKNOWN: Final = KnownLayout()
 
 
 class KnownLayouts:
-    """The layouts of payloads in the arena, each with a number that says what readers would check.
-    Thread-safe.
+    """The layouts of payloads in the arena, each with a number. Thread-safe.
 
     Nearly all payloads of a model have one of a few layouts. A reader that knows its number reads
     no header, because of each payload with this number the agent promises: its header is valid, and
@@ -174,9 +173,8 @@ class Fill:
         disk_copy: DiskCopy | None = None,
         part_policy: PartPolicy = NO_PARTS,
     ) -> None:
-        """``layouts``: has those of earlier payloads, and gets this one's. ``disk_copy``: read
-        instead of the stores. Its frames are announced only when all are verified: after a fault
-        the stores' bytes may come to other places."""
+        """``layouts``: of earlier payloads; gets this one's. ``disk_copy``: read instead of the
+        stores, and announced as a whole: after a fault the stores' bytes may come elsewhere."""
         self.header: Header | None = None
         """The stored payload's header, once it is verified."""
         self.is_complete = False
@@ -233,13 +231,10 @@ class Fill:
                 self._memory = self._arena_cache.allocate(self._one, size, is_sure=False)
             self._stored = staging.view(self.nbytes + spare)
             return True
-        is_sure = self._disk_copy is not None
-        if self._memory is None:
-            self._memory = self._arena_cache.allocate(
-                self._one, self.nbytes, spare, is_sure=is_sure
-            )
-        if self._memory is None and not is_sure and self._get(staging.view(1), 0, 0) is None:
-            return False
+        if self._memory is None and self._disk_copy is None:
+            self._memory = self._arena_cache.allocate(self._one, self.nbytes, spare, is_sure=False)
+            if self._memory is None and self._get(staging.view(1), 0, 0) is None:
+                return False
         self._stored = self._memory or self._allocate(self.nbytes, spare)
         return True
 
@@ -258,8 +253,7 @@ class Fill:
         return True
 
     def _next_part(self) -> bool:
-        """Fetch one part, or all if it is not as long as its record. Returns False if there is
-        none."""
+        """Fetch a part, or all if the record is wrong about its length. False if not stored."""
         if self.is_whole:
             return True
         is_first = self.header is None

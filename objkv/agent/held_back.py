@@ -1,5 +1,4 @@
-"""Payloads that are only on this node: they are being saved, or nothing has needed them a second
-time yet.
+"""Payloads that are only on this node: they are being saved, or nothing has needed them again yet.
 
 They are read on their node like any other. Most payloads are never read again, so putting each of
 them to a bucket costs more than it saves. One that is held back is saved when it is read or made
@@ -80,15 +79,13 @@ class HeldBackPayloads:
         self,
         recorder: Recorder,
         changed: Callable[[bytes], object] = lambda prefix_hash: None,
-        came_due: Callable[[], object] = lambda: None,
         disk: Disk | None = None,
-        *,
-        clock: Callable[[], float] = monotonic,
     ) -> None:
-        """``changed``: called after a chunk's payload came or went. ``came_due``: called after some
-        became due. Neither may wait. ``disk``: it may have payloads that left the arena."""
-        self._recorder, self._disk, self._clock = recorder, disk, clock
-        self._changed, self._came_due = changed, came_due
+        """``changed``: called after a chunk's payload came or went. ``disk``: where payloads go."""
+        self._recorder, self._disk, self._changed = recorder, disk, changed
+        self._clock: Callable[[], float] = monotonic
+        self.came_due: Callable[[], object] = lambda: None
+        """Called after some became due; who saves them sets it. It may not wait."""
         self._lock = Lock()
         self._by_path: dict[str, _Held] = {}
         self._by_chunk: dict[str, dict[bytes, dict[str, _Held]]] = {}
@@ -133,9 +130,8 @@ class HeldBackPayloads:
         return {path: _line(one) for path, one in found if self._disk.size_of(path) is not None}
 
     def seen_again(self, path: str) -> bool:
-        """A held-back payload was read or made again: it becomes due, and those before it in its
-        prompt, without which no other node finds it. Returns whether it is due: not soon after a
-        failed save."""
+        """A held-back payload was read or made again: it becomes due, with those before it in its
+        prompt, without which none finds it. Returns whether it is: not soon after a failed save."""
         if path not in self._by_path:
             return False
         due: list[Claim] = []
@@ -151,7 +147,7 @@ class HeldBackPayloads:
             is_due = seen is not None and seen.is_due
         if due:
             self._recorder.count("agent_unsaved_due", len(due))
-            self._came_due()
+            self.came_due()
         return is_due
 
     def put(self, path: str) -> bool:
@@ -190,10 +186,7 @@ class HeldBackPayloads:
 
     def saved(self, path: str) -> None:
         """A payload is stored and published, or the next agent's."""
-        with self._lock:
-            one = self._remove(path)
-        if one is not None:
-            self._changed(one.claim.key.prefix_hash)
+        self._end(path)
 
     def keep_on_disk(self, path: str) -> bool:
         """Whether the disk has a payload. Until that is in the arena, its loss is reported."""
@@ -206,14 +199,7 @@ class HeldBackPayloads:
 
     def dropped(self, path: str) -> None:
         """The payload is lost."""
-        if path not in self._by_path:
-            return
-        with self._lock:
-            one = self._remove(path)
-        if one is None:
-            return
-        self._changed(one.claim.key.prefix_hash)
-        if not one.is_leased:
+        if (one := self._end(path)) is not None and not one.is_leased:
             self._recorder.count("agent_unsaved_dropped")
             self._recorder.count("agent_unsaved_dropped_bytes", one.nbytes)
 
@@ -259,6 +245,15 @@ class HeldBackPayloads:
             return replace(record, shards=shards | dict(record.shards))
         claim = next(iter(chunk.values())).claim
         return Record(prefix_hash, claim.parent_hash, claim.token_start, claim.token_end, shards)
+
+    def _end(self, path: str) -> _Held | None:
+        if path not in self._by_path:
+            return None
+        with self._lock:
+            one = self._remove(path)
+        if one is not None:
+            self._changed(one.claim.key.prefix_hash)
+        return one
 
     def _remove(self, path: str) -> _Held | None:
         one = self._by_path.pop(path, None)

@@ -32,16 +32,10 @@ DEADLINE_MS_MAX: Final = 0xFFFF_FFFF
 PREFETCH_S_MAX: Final = 600
 """The longest deadline of a prefetch."""
 HELD_BACK_MARK: Final = "unsaved:"
-"""Begins the checksum in the record of a payload that only this node has. No index has such a one.
-"""
+"""Begins the checksum in the record of a payload that only this node has, and in no index's."""
 MALFORMED: Final = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    RecursionError,
-    TypeError,
-    ValueError,
+    *(ArithmeticError, AssertionError, AttributeError, LookupError),
+    *(RecursionError, TypeError, ValueError),
 )
 """What reading JSON that another process wrote may raise."""
 _NAMESPACE_CHARS = 32
@@ -86,11 +80,11 @@ class CommitStatus(IntEnum):
     REFUSED = 6
     """It is not a valid payload."""
     HELD_BACK = 7
-    """The agent has a copy in memory, and saves it if it is seen a second time."""
+    """The agent has a copy, and saves it if it is seen a second time."""
     PART = 8
     """The agent has a copy, and waits for the parts of other ranks."""
     DROPPED = 9
-    """The payload will not be whole: another rank has dropped its part, or it came too late."""
+    """It will not be whole: another rank has dropped its part, or it came too late."""
 
 
 class MissReason(IntEnum):
@@ -104,7 +98,6 @@ class MissReason(IntEnum):
     NO_ROOM = 3
     """Every byte that could be freed is leased, or the client holds too much."""
     LATE = 4
-    """The deadline passed."""
     STORE = 5
     """The store failed."""
     CLOSED = 6
@@ -140,8 +133,8 @@ class PrefetchOrder:
 
 
 def is_held_back(record: ShardRecord) -> bool:
-    """Whether the record is one that an agent made for a payload in its memory. A replica may keep
-    it for a while, so the payload may have been saved, in another form, or evicted since."""
+    """Whether an agent made the record for a payload in its memory. A replica may keep it for a
+    while, so the payload may have been saved, in another form, or evicted since."""
     return record.header_checksum.startswith(HELD_BACK_MARK)
 
 
@@ -221,8 +214,6 @@ class Claims:
 
 
 class OpenRequest(NamedTuple):
-    """A request to read payloads."""
-
     urgency: Urgency
     deadline_ms: int
     wanted: Claims
@@ -282,19 +273,12 @@ def pack_text(kind: MessageKind, text: str) -> bytes:
 
 
 def unpack_text(message: bytes) -> str:
-    """Read the text."""
+    """Read its text."""
     return message[1:].decode(errors="replace")
 
 
-def pack_rejection(wanted: Claim) -> bytes:
-    """Return the message that a payload is not what its key promises."""
-    return pack_open_request(
-        OpenRequest(Urgency.IN_STEP, 0, Claims.of((wanted,))), MessageKind.REJECT
-    )
-
-
 def pack_open_request(opening: OpenRequest, kind: MessageKind = MessageKind.OPEN) -> bytes:
-    """Return the message. There are at most ``OPEN_MAX`` payloads."""
+    """Return the message. At most ``OPEN_MAX`` payloads. ``kind``: REJECT if they are wrong."""
     urgency, deadline_ms, wanted = opening
     assert 0 < len(wanted) <= OPEN_MAX
     names = "\n".join(wanted.fields).encode()

@@ -75,8 +75,7 @@ class ClientOutbox:
             raise
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill ``buffer``. Its client may write meanwhile. Raises ``PayloadError`` if there is
-        less."""
+        """Fill ``buffer``. Its client may write meanwhile. Raises ``PayloadError`` at an end."""
         at = 0
         while at < len(buffer):
             got = os.preadv(self._fd, [buffer[at:]], offset + at)
@@ -140,9 +139,8 @@ class AgentSaves:
         return self._clock() >= self._full_until
 
     def begin_save(self, path: str, *, puts: bool = False, again: bool = False) -> bool:
-        """Begin a save, unless it runs or just ended. ``end_save`` must follow. ``puts``: whether
-        the agent must not hold it back, also if it does so already. ``again``: even if it just
-        ended."""
+        """Begin a save, unless it runs or just ended; then ``end_save`` must follow. ``puts``: the
+        agent must not hold it back, or no longer. ``again``: even if it just ended."""
         with self._marking:
             if puts or again:
                 self.in_flight.forget(path)

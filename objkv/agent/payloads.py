@@ -118,8 +118,7 @@ class PayloadTransfer:
         """Use the verified pages of each layer, which change afterwards. May raise anything."""
 
     def write_pages(self, pages: memoryview) -> None:
-        """Fill ``pages`` with those of all layers. May wait for a device. May raise: not saved
-        then."""
+        """Fill ``pages`` with those of all layers. May wait, or raise: it is not saved then."""
 
     def end(self, outcome: Any, nbytes: int) -> None:
         """Called once, last. Must not raise. ``outcome``: a ``ReadOutcome``, or a ``WriteOutcome``.
@@ -312,16 +311,11 @@ class PayloadWriter:
         begin: Callable[[], None] | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """``connect`` and ``name``: see ``PayloadReader``. Raises ``ConfigError`` if the system
-        makes no outbox.
-
-        Args:
-            nbytes_max: an upper bound of the length of a payload, see ``payload_bytes_max``. Takes
-                no more memory than the longest that is written.
-            writer: the name of this process in payloads.
-            puts: whether the agent must not hold payloads back.
-            begin: called by the thread before its first write.
-        """
+        """``connect`` and ``name``: see ``PayloadReader``. ``nbytes_max``: see
+        ``payload_bytes_max``; takes no more memory than the longest that is written. ``writer``:
+        the name of this process in payloads. ``puts``: whether the agent must not hold payloads
+        back. ``begin``: called by the thread before its first write. Raises ``ConfigError`` if the
+        system makes no outbox."""
         self._name, self._writer, self._puts, self._clock = name, writer, puts, clock
         self._failure_log = FailureLog(logger, f"saves of {name}")
         self._shed_until = -math.inf

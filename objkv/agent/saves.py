@@ -106,13 +106,12 @@ class Joins:
         admit: Callable[[SaveRequest, int], CommitStatus | None],
         recorder: Recorder,
         deadline_s: float,
-        clock: Callable[[], float] = monotonic,
     ) -> None:
         """``admit``: decides once for each join whether a payload of some length is wanted: returns
         None if it is, and has begun its save in ``in_flight``, or else what to answer."""
         self._arena_cache, self._in_flight, self._recorder = arena_cache, in_flight, recorder
-        self._admit = admit
-        self._deadline_s, self._clock = deadline_s, clock
+        self._admit, self._deadline_s = admit, deadline_s
+        self._clock: Callable[[], float] = monotonic
         self._lock = Lock()
         self._known: dict[Name, _OpenJoin] = {}
         """Oldest first."""
@@ -131,8 +130,7 @@ class Joins:
         header: Header,
         request: SaveRequest,
     ) -> CommitStatus | Joined:
-        """Copy a part, of ``header``. Returns the whole payload, or an answer. Raises
-        ``PayloadError``."""
+        """Copy a part. Returns the whole payload, or an answer. Raises ``PayloadError``."""
         part, path = commit.part, request.path
         assert part is not None
         part.position.check()
@@ -295,9 +293,7 @@ class NodeSaveLimits:
     """Payloads that may wait for a thread, each with a lease. At most a quarter of the arena."""
     deadline_s: float
     codec: str
-    """A codec of the payload format, or ``auto``."""
-    far: bool
-    """Whether the bulk store is behind a network. If not, ``auto`` compresses nothing."""
+    """A codec of the payload format, or ``auto``: by what a network's bandwidth makes worth it."""
     may_save: bool = True
     """Whether payloads may be saved at all. If not, all are held back, for this node."""
 
@@ -312,8 +308,7 @@ class _Save:
 
 
 class NodeSaves:
-    """Thread-safe. ``commit`` copies and verifies in the calling thread, and never waits for a
-    store."""
+    """Thread-safe. ``commit`` copies and verifies in the calling thread, and waits for no store."""
 
     def __init__(
         self,
@@ -327,7 +322,6 @@ class NodeSaves:
         self.policy = policy
         self._cache, self._core, self._arena_cache = cache, core, core.arena_cache
         self._limits, self._recorder = limits, recorder
-        self._codec = limits.codec if limits.codec != "auto" or limits.far else "none"
         self._lock = Lock()
         self._chooser = CodecChooser(lambda: cache.link.bytes_per_s)
         self._leased_bytes = 0
@@ -344,10 +338,11 @@ class NodeSaves:
         self._made: deque[str] = deque()
         """Paths of payloads whose sighting is not recorded yet."""
         self._sighting: Pool[None] = Pool("objkv-sight", 1, self._catch_up)
-        self._held = core.arena_cache.held_back
         self.joins = Joins(
             core.arena_cache, cache.in_flight, self._admit, recorder, limits.deadline_s
         )
+        self._held = core.arena_cache.held_back
+        self._held.came_due = self.wake
 
     def commit(self, outbox: ClientOutbox, commit: Commit, replica: bytes = b"") -> CommitStatus:
         """Take a copy of an uncompressed, unsealed payload, and save it; of a part, once all are
@@ -627,13 +622,13 @@ class NodeSaves:
             self._recorder.count("save_existed")
         if self._cache.in_flight.is_saved(path):  # its record is published, too
             self._held.saved(path)
-        if self._codec == "auto":
+        if self._limits.codec == "auto":
             self._chooser.saved(seconds)
         return True
 
     def _encode(self, save: _Save) -> tuple[memoryview, Header]:
         payload, header = self._arena_cache.view(save.resident), save.header
-        codec, seal = self._codec, self._cache.seal
+        codec, seal = self._limits.codec, self._cache.seal
         if codec == "auto":
             key, frames = header.claim.key, header.frames
             pages = payload[frames.starts[0] : frames.ends[-1]]

@@ -15,35 +15,12 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from threading import Lock, Thread
 
+from objkv.agent import messages
 from objkv.agent.answering import NodeCalls, NodeLookups
 from objkv.agent.arena_cache import CachedPayload
 from objkv.agent.core import Core
 from objkv.agent.memory.arena import Arena, CellState
-from objkv.agent.messages import (
-    MESSAGE_BYTES_MAX,
-    VERSION,
-    Claims,
-    MessageKind,
-    MissReason,
-    OpenAnswer,
-    ProtocolError,
-    Urgency,
-    find_max,
-    kind_of,
-    pack_committed,
-    pack_failure,
-    pack_found,
-    pack_opened,
-    pack_text,
-    seals_mask,
-    unpack_commits,
-    unpack_drop,
-    unpack_find,
-    unpack_hello,
-    unpack_open_request,
-    unpack_release,
-    unpack_text,
-)
+from objkv.agent.messages import VERSION, Claims, MessageKind, MissReason, ProtocolError, Urgency
 from objkv.agent.outbox import ClientOutbox
 from objkv.agent.peers import is_served, peer_of
 from objkv.agent.saves import NodeSaves
@@ -91,21 +68,23 @@ class AgentSession:
         """See ``Waiter``."""
         self.alarm.set()
 
-    def lease(self, wanted: Claims, *, deadline_s: float, urgency: Urgency) -> list[OpenAnswer]:
+    def lease(
+        self, wanted: Claims, *, deadline_s: float, urgency: Urgency
+    ) -> list[messages.OpenAnswer]:
         """Open payloads, see ``Core.open``."""
-        answers: list[OpenAnswer] = []
+        answers: list[messages.OpenAnswer] = []
         for one in self._core.open(self, wanted, deadline_s=deadline_s, urgency=urgency):
             if isinstance(one, MissReason):
-                answers.append(OpenAnswer(CellState.FAILED, one))
+                answers.append(messages.OpenAnswer(CellState.FAILED, one))
                 continue
             number = self._next
             self._next = number % 0xFFFF_FFFF + 1
             assert number not in self.leases
             self.leases[number] = one
-            answer = OpenAnswer(CellState.FILLING, lease=number, cell=one.cell)
+            answer = messages.OpenAnswer(CellState.FILLING, lease=number, cell=one.cell)
             if one.state is CellState.READY:  # the rest is final
                 place = one.layout, number, 0, one.offset, one.nbytes
-                answer = OpenAnswer(CellState.READY, MissReason.NONE, *place)
+                answer = messages.OpenAnswer(CellState.READY, MissReason.NONE, *place)
             answers.append(answer)
         return answers
 
@@ -269,7 +248,7 @@ class AgentServer:
                 client.sock.setsockopt(
                     socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(_SEND_S), 0)
                 )
-                while message := client.sock.recv(MESSAGE_BYTES_MAX + 1):
+                while message := client.sock.recv(messages.MESSAGE_BYTES_MAX + 1):
                     with client.busy:
                         answer = self._answer(client, message)
                     if answer is not None:
@@ -286,20 +265,20 @@ class AgentServer:
             self._end(client)
 
     def _greet(self, client: AgentSession) -> bool:
-        message, given, _, _ = socket.recv_fds(client.sock, MESSAGE_BYTES_MAX + 1, 1)
+        message, given, _, _ = socket.recv_fds(client.sock, messages.MESSAGE_BYTES_MAX + 1, 1)
         try:
-            if not message or kind_of(message) is not MessageKind.HELLO:
+            if not message or messages.kind_of(message) is not MessageKind.HELLO:
                 return False
-            hello = unpack_hello(message)
+            hello = messages.unpack_hello(message)
             refusal = client.refusal
             if hello.version != VERSION:
                 refusal = (
                     f"this agent speaks version {VERSION} of the protocol, not {hello.version}"
                 )
-            elif hello.seals != seals_mask(self.seals):
+            elif hello.seals != messages.seals_mask(self.seals):
                 refusal = refusal or _sealed_otherwise(self.seals)
             if refusal is not None:
-                client.sock.send(pack_text(MessageKind.REFUSED, refusal))
+                client.sock.send(messages.pack_text(MessageKind.REFUSED, refusal))
                 return False
             if hello.has_outbox and given:
                 client.outbox = ClientOutbox(given.pop())
@@ -314,56 +293,60 @@ class AgentServer:
         return True
 
     def _answer(self, client: AgentSession, message: bytes) -> bytes | None:
-        if len(message) > MESSAGE_BYTES_MAX:
-            raise ProtocolError(f"a message of more than {MESSAGE_BYTES_MAX} bytes")
-        answer = self._answers.get(kind_of(message))
+        if len(message) > messages.MESSAGE_BYTES_MAX:
+            raise ProtocolError(f"a message of more than {messages.MESSAGE_BYTES_MAX} bytes")
+        answer = self._answers.get(messages.kind_of(message))
         if answer is None:
-            raise ProtocolError(f"{kind_of(message).name} from a client")
+            raise ProtocolError(f"{messages.kind_of(message).name} from a client")
         try:
             return answer(client, message)
         except StoreError as exc:
-            return pack_failure(exc)
+            return messages.pack_failure(exc)
 
     def _open(self, client: AgentSession, message: bytes) -> bytes:
-        urgency, deadline_ms, wanted = unpack_open_request(message)
+        urgency, deadline_ms, wanted = messages.unpack_open_request(message)
         if len(client.leases) + len(wanted) > _LEASES_MAX:
-            return pack_opened([OpenAnswer(CellState.FAILED, MissReason.NO_ROOM)] * len(wanted))
+            return messages.pack_opened(
+                [messages.OpenAnswer(CellState.FAILED, MissReason.NO_ROOM)] * len(wanted)
+            )
         deadline_s = min(deadline_ms, _DEADLINE_MS_MAX) / 1000
-        return pack_opened(client.lease(wanted, deadline_s=deadline_s, urgency=urgency))
+        return messages.pack_opened(client.lease(wanted, deadline_s=deadline_s, urgency=urgency))
 
     def _release(self, client: AgentSession, message: bytes) -> None:
-        client.end(unpack_release(message))
+        client.end(messages.unpack_release(message))
 
     def _reject(self, client: AgentSession, message: bytes) -> None:
-        wanted = unpack_open_request(message).wanted
+        wanted = messages.unpack_open_request(message).wanted
         for row in wanted:
             self._core.reject(wanted.claim(row))
 
     def _commit(self, client: AgentSession, message: bytes) -> bytes:
-        outbox, commits = client.outbox, unpack_commits(message)
+        outbox, commits = client.outbox, messages.unpack_commits(message)
         if outbox is None or max(one.offset + one.nbytes for one in commits) > outbox.nbytes:
             raise ProtocolError("a commit of bytes outside of the outbox")
         save = self._saves.commit
-        return pack_committed([save(outbox, one, client.replica) for one in commits])
+        return messages.pack_committed([save(outbox, one, client.replica) for one in commits])
 
     def _drop(self, client: AgentSession, message: bytes) -> None:
         if client.outbox is None:
             raise ProtocolError("a drop without an outbox")
-        self._saves.joins.drop(client.replica, unpack_drop(message))
+        self._saves.joins.drop(client.replica, messages.unpack_drop(message))
 
     def _call(self, client: AgentSession, message: bytes) -> bytes:
         try:
-            return pack_text(MessageKind.RESULT, self._calls.run(unpack_text(message)))
+            return messages.pack_text(
+                MessageKind.RESULT, self._calls.run(messages.unpack_text(message))
+            )
         except ProtocolError as exc:
             raise StoreError(f"the result is too long: {exc}") from exc
 
     def _find(self, client: AgentSession, message: bytes) -> bytes:
-        namespace, hashes, fields = unpack_find(message)
+        namespace, hashes, fields = messages.unpack_find(message)
         if not hashes:
             raise ProtocolError("a lookup of nothing")
-        if len(hashes) > PREFIX_HASH_BYTES * find_max(len(fields)):
+        if len(hashes) > PREFIX_HASH_BYTES * messages.find_max(len(fields)):
             raise StoreError(f"a lookup of {len(hashes)} bytes of hashes in {len(fields)} fields")
-        return pack_found(self._lookups.find(namespace, hashes, fields))
+        return messages.pack_found(self._lookups.find(namespace, hashes, fields))
 
     def _end(self, client: AgentSession) -> None:
         if client.outbox is not None:

@@ -27,7 +27,6 @@ from objkv.assembly.launch import AgentRuns, AgentSocket
 from objkv.assembly.seal import open_seal
 from objkv.background import JOIN_S
 from objkv.cache.chunks import LEASE_MS, CacheSettings, ChunkCache
-from objkv.cache.lookup import LOOKUP_TTL_S
 from objkv.cache.worth import PutPolicy, PutRule
 from objkv.config import Config
 from objkv.config.node import arena_bytes, host_bytes, http_path
@@ -98,7 +97,7 @@ class NodeAgent(AbstractContextManager["NodeAgent"]):
         policy = PutPolicy(self._rule)
         self.saves = NodeSaves(self._cache, self.core, self._save_limits(), policy, recorder)
         index, held = self._backends.index, self.core.arena_cache.held_back
-        self.lookups = NodeLookups(index, held, self.core.found, self._board, ttl_s=LOOKUP_TTL_S)
+        self.lookups = NodeLookups(index, held, self.core.found, self._board)
         prefetches = Prefetches(self.core, index, self._backends.bulk)
         calls = NodeCalls(index, self._backends.bulk, prefetches, policy, ttl_s=config.ttl_s)
         self.server = AgentServer(
@@ -222,23 +221,17 @@ class NodeAgent(AbstractContextManager["NodeAgent"]):
             folder = DiskFolder(local_path(config.agent_disk_url))
             disk = Disk(folder, config.agent_disk_bytes, "-".join(config.seal_kinds) or "plain")
         return Core(
-            self._cache,
-            self.arena,
-            limits,
-            recorder,
-            disk=disk,
-            changed=self._board.discard,
-            came_due=lambda: self.saves.wake(),
+            self._cache, self.arena, limits, recorder, disk=disk, changed=self._board.discard
         )
 
     def _save_limits(self) -> NodeSaveLimits:
+        """Return the limits. To a folder, ``auto`` compresses nothing."""
         config, far = self._config, is_far(self._config)
         return NodeSaveLimits(
             (_FAR_SAVERS_EACH if far else _SAVERS_EACH) * config.load_threads,
             _SAVE_QUEUE_MAX,
             config.save_deadline_ms / 1000,
-            config.codec,
-            far,
+            config.codec if far or config.codec != "auto" else "none",
             may_save=config.role != "reader",
         )
 

@@ -3,6 +3,7 @@
 import logging
 import math
 import time
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
@@ -14,24 +15,29 @@ from typing import TYPE_CHECKING, Any, Self
 
 from objkv.assembly.backends import Backends, open_backends, read_lifecycle
 from objkv.assembly.seal import open_seals
-from objkv.client.matching import Matcher, encoded
-from objkv.client.results import Chunk, Match, Namespace
+from objkv.background import at_once
+from objkv.cache.lookup import OtherShapesIndex
+from objkv.cache.match import covered, usable_chunks
+from objkv.client.results import Chunk, Match, MatchEnd, Namespace
 from objkv.config import Resolved, resolve_config
 from objkv.config.prices import audit_prices
-from objkv.errors import ConfigError, NotStored, PayloadError
-from objkv.index.base import ReadIndex
+from objkv.errors import ConfigError, NotStored, PayloadError, StoreError
+from objkv.index.base import ReadIndex, ShardRecords
+from objkv.index.fields import are_hot
 from objkv.index.guarded import for_operators
-from objkv.keys.prefix import PREFIX_HASH_BYTES, PromptExtras
+from objkv.keys.identity import GroupIdentity, Identity
+from objkv.keys.prefix import PREFIX_HASH_BYTES, PromptExtras, prefix_hashes
 from objkv.ops.audit.audit import audit_stages, make_report
 from objkv.ops.audit.report import AuditReport
 from objkv.ops.backends_view import BackendsView, read_identity, stored_namespaces
 from objkv.ops.chat import LocalTokenizer
 from objkv.ops.inventory.file import Inventory
 from objkv.ops.inventory.walk import Walk, find_scope, read_view
-from objkv.ops.listing import find_namespace
+from objkv.ops.listing import find_identity, find_namespace
 from objkv.ops.pin import PinnedPrefix, Pinner, chain_of, list_pins, served_prefix
 from objkv.ops.runs import WorkPool
 from objkv.ops.warm.prompts import to_prompt
+from objkv.stores.base import ReadStore
 from objkv.telemetry import NullRecorder
 
 if TYPE_CHECKING:
@@ -42,6 +48,7 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 """Text, token ids, chat messages, or a request of OpenAI's API as a dict."""
 _WORKERS = 16
 _WEEK_S = 7 * 24 * 3600.0
+_KEEP_S = 30.0
 
 
 def open(
@@ -72,6 +79,81 @@ def open(
     file = None if config is None else Path(config)
     resolved = resolve_config(overrides, file=file, origin="the arguments of objkv.open")
     return Client(resolved, open_backends(resolved.config, NullRecorder()), tokenizer)
+
+
+class Matcher:
+    """Which prefix of a prompt is stored. Thread-safe. Raises ``StoreError`` and ``ConfigError``.
+
+    Names and identities are kept for half a minute. So a prompt that is stored whole costs one
+    round trip; for any other, ``OtherShapesIndex`` reads one record more.
+    """
+
+    def __init__(
+        self, bulk: ReadStore, index: ReadIndex, *, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._bulk, self._index, self._clock = bulk, index, clock
+        self._lock = Lock()
+        self._known: dict[str | None, tuple[float, tuple[str, Identity]]] = {}
+        """By the name asked for, with the time until which it is used without another look."""
+
+    def known(self, namespace: str | None) -> tuple[str, Identity]:
+        """Return name and identity of the namespace called ``namespace``, or of the only one. They
+        are read again after ``_KEEP_S``, by one thread while the others use the old ones, which
+        stay if that fails with a ``StoreError``."""
+        now, kept = self._clock(), self._known.get(namespace)
+        # An end beyond the maximum means that the clock was set back meanwhile.
+        if kept is not None and now < kept[0] <= now + _KEEP_S:
+            return kept[1]
+        if kept is None:
+            found = self._find(namespace)
+        elif self._lock.acquire(blocking=False):
+            try:
+                found = self._find(namespace)
+            except StoreError:
+                found = kept[1]
+            finally:
+                self._lock.release()
+        else:
+            return kept[1]
+        self._known[namespace] = (now + _KEEP_S, found)
+        return found
+
+    def match(self, namespace: str | None, tokens: Sequence[int], extras: PromptExtras) -> Match:
+        """Return the stored prefix of ``tokens`` in the namespace called ``namespace``."""
+        name, identity = self.known(namespace)
+        groups, size = identity.groups, identity.chunk_tokens
+        hashes = prefix_hashes(name, tokens, size, extras)
+        memory: dict[tuple[object, ...], bool] = {}
+
+        def is_covered(shards: ShardRecords, number: int, group: GroupIdentity) -> bool:
+            key = number, *shards  # most chunks have the same fields
+            if (found := memory.get(key)) is None:
+                found = memory[key] = covered(shards, number, group)
+            return found
+
+        def is_stored(shards: ShardRecords) -> bool:
+            return all(is_covered(shards, number, group) for number, group in enumerate(groups))
+
+        index = OtherShapesIndex(self._index, is_stored, again_s=0)
+        fields = [str(number) for number in range(len(groups))]
+        found = at_once(index.find(name, hashes, fields)) if hashes else []
+        usable = usable_chunks(found, groups, size, is_covered)
+        hot = sum([are_hot(shards) for shards in found[:usable] if shards is not None])
+        return Match(
+            namespace=name,
+            model=identity.model,
+            chunk_tokens=size,
+            prompt_tokens=len(tokens),
+            tokens=usable * size,
+            hot_tokens=hot * size,
+            chunks=usable,
+            prompt_chunks=len(hashes),
+            end=_end(found, usable),
+        )
+
+    def _find(self, namespace: str | None) -> tuple[str, Identity]:
+        identity = find_identity(self._bulk, self._index, namespace)
+        return identity.namespace(), identity
 
 
 class Client:
@@ -402,3 +484,28 @@ def _chunks(index: ReadIndex, names: Iterable[str]) -> Iterator[Chunk]:
                 touched_s=record.touched_s,
                 pinned_until_s=record.pinned_until_s,
             )
+
+
+def encoded(tokens: Sequence[int]) -> "array[int]":
+    """Return token ids in the form that is hashed fastest. Raises ``ConfigError``."""
+    if isinstance(tokens, array) and tokens.typecode == "I":
+        found = tokens
+    else:
+        found = array("I")
+        try:
+            found.fromlist(tokens if isinstance(tokens, list) else list(tokens))
+        except (TypeError, ValueError, OverflowError) as exc:
+            raise ConfigError(
+                f"a prompt in token ids must be a sequence of integers below 2**32: {exc}"
+            ) from None
+    if not found:
+        raise ConfigError("the prompt is empty (no token ids)")
+    return found
+
+
+def _end(found: Sequence[ShardRecords | None], usable: int) -> MatchEnd:
+    if usable == len(found):
+        return "complete" if found else "short"
+    if found[usable]:
+        return "incomplete"
+    return "gap" if any(found[usable + 1 :]) else "missing"

@@ -40,8 +40,8 @@ def device_name(device: torch.device) -> str:
 
 
 def plain_copy(host: torch.Tensor, device: torch.Tensor, nbytes: int, *, up: bool) -> float:
-    """Copy ``nbytes`` between page-locked memory and the device, in pieces of these tensors' size.
-    Returns device seconds."""
+    """Copy ``nbytes`` to or from page-locked memory, in pieces of these tensors' size. Returns
+    device seconds."""
     api = torch.get_device_module(device.device)
     begin, end = api.Event(enable_timing=True), api.Event(enable_timing=True)
     target, source = (device, host) if up else (host, device)

@@ -14,17 +14,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
-from objkv.ops.replica import (
-    ANSWER_TOKENS,
-    CONNECTOR,
-    VOCABULARY,
-    ReplicaAnswer,
-    ReplicaEnd,
-    ReplicaEvent,
-    ReplicaSetup,
-    Shape,
-    random_tokens,
-)
+from objkv.ops import replica
+from objkv.ops.replica import ANSWER_TOKENS, ReplicaAnswer, ReplicaEvent, ReplicaSetup, Shape
 
 KV_CACHE_BYTES: Final = 256 << 20
 """Enough for several prompts, and small enough to leave most of the machine's memory free."""
@@ -49,7 +40,7 @@ def make_model(folder: Path, shape: Shape, longest: int) -> Path:
     concurrent callers: each gets a complete model. ``longest``: length in tokens of the longest
     prompt with its answer."""
     dtype = "bfloat16" if shape == "gpu" else "float32"
-    recipe = f"{_SHAPES[shape]} {VOCABULARY} {longest} {dtype} {version('transformers')}"
+    recipe = f"{_SHAPES[shape]} {replica.VOCABULARY} {longest} {dtype} {version('transformers')}"
     target = folder / f"{shape}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
     if target.exists():
         return target
@@ -69,7 +60,7 @@ def _save(shape: dict[str, int], longest: int, dtype: str, folder: Path) -> None
     torch.manual_seed(20)
     config = transformers.LlamaConfig(
         **{"num_key_value_heads": 2, **shape},
-        vocab_size=VOCABULARY,
+        vocab_size=replica.VOCABULARY,
         num_attention_heads=shape["hidden_size"] // _HEAD,
         head_dim=_HEAD,
         max_position_embeddings=longest,
@@ -181,7 +172,7 @@ def arguments_of(setup: ReplicaSetup) -> dict[str, Any]:
             del arguments[name]
         arguments |= {"dtype": "auto", "gpu_memory_utilization": _MEMORY_SHARE}
     if setup.role != "R":
-        arguments["kv_transfer_config"] = CONNECTOR
+        arguments["kv_transfer_config"] = replica.CONNECTOR
     return arguments
 
 
@@ -200,13 +191,13 @@ def run(setup: ReplicaSetup, send: Callable[[ReplicaEvent], None]) -> None:
     llm = vllm.LLM(**arguments, disable_log_stats=False)
     engine = ReplicaEngine(llm)
     begin("warming up")  # absorbs one-time costs
-    engine.ask("warm-up", random_tokens("warm-up", setup.longest))
+    engine.ask("warm-up", replica.random_tokens("warm-up", setup.longest))
     for prompt in setup.prompts:
         begin(f"answering {prompt.name}")
         answer = engine.ask(prompt.name, prompt.tokens, forget=prompt.forget)
         send(ReplicaEvent(answer=answer))
     failures = (m.value for m in llm.get_metrics() if m.name == "vllm:objkv_load_failures")
-    end = ReplicaEnd(
+    end = replica.ReplicaEnd(
         engine=f"vLLM {vllm.__version__}", device=device(), load_failures=int(sum(failures))
     )
     begin("stopping")

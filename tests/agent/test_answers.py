@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from threading import Event, Semaphore
 from typing import Any
 
 import pytest
@@ -24,6 +23,7 @@ from objkv.index.base import ChunkEntry, ShardRecord, ShardRecords
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard
 from objkv.telemetry import NullRecorder
+from tests.agent.world import Paused
 from tests.contracts.memory_index import MemoryIndex
 from tests.support.waiting import PATIENCE_S
 
@@ -289,22 +289,16 @@ def test_an_index_that_hangs_holds_a_bounded_number_of_lookups(
     """Each holds a client's thread, and with those of clients that have gone there would be none
     left for others."""
     monkeypatch.setattr(answering, "_LOOKUPS_MAX", 2)
-    go_on, inside = Event(), Semaphore(0)
     with closing(World()) as world, ThreadPoolExecutor(2) as pool:
-        find = world.index.find
-
-        def hang(*asked: Any) -> list[ShardRecords | None]:
-            inside.release()
-            go_on.wait(PATIENCE_S)
-            return find(*asked)
-
-        monkeypatch.setattr(world.index, "find", hang)
-        waiting = [pool.submit(world.find, [number]) for number in (1, 2)]
-        for _ in waiting:
-            assert inside.acquire(timeout=PATIENCE_S)
+        waiting, finds = [], []
+        for number in (1, 2):
+            finds.append(Paused(world.index, "find"))
+            waiting.append(pool.submit(world.find, [number]))
+            assert finds[-1].begun.wait(PATIENCE_S)
         with pytest.raises(StoreUnavailable, match="2 lookups have no answer"):
             world.find([3])
-        go_on.set()
+        for find in finds:
+            find.go.set()
         assert [one.result(PATIENCE_S) for one in waiting] == [[None], [None]]
         assert world.find([3]) == [None]
 

@@ -1,8 +1,10 @@
 """Payloads that are fetched, verified and decoded into the arena."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from threading import Event
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -20,24 +22,14 @@ from objkv.cache.chunks import shard_record
 from objkv.cache.lookup import LOOKUP_TTL_S
 from objkv.codec.payload import encode, frame_pages, read_header
 from objkv.codec.seal import Seal
-from objkv.errors import StoreUnavailable
+from objkv.errors import StoreUnavailable, TransferError
 from objkv.index.base import ShardRecord
 from objkv.keys.chunk import ChunkKey
 from objkv.net.deadline import ends_s
 from objkv.stores.base import Arrived
+from tests.agent import world
 from tests.agent.consistency import threads_of
-from tests.agent.world import (
-    PATIENCE_S,
-    RIGHT,
-    Node,
-    Sleeper,
-    claims_of,
-    down,
-    gated,
-    loaded,
-    pages_at,
-    payloads,
-)
+from tests.agent.world import PATIENCE_S, RIGHT, Make, Node, Sleeper, down, gated, payloads, raising
 from tests.codec.seals import SEALS
 from tests.contracts.clock import ManualClock
 from tests.contracts.memory_store import MemoryStore
@@ -64,18 +56,17 @@ def right(node: Node, one: CachedPayload) -> bool:
         wait_until(lambda: node.arena.board.read(one.cell).state is not CellState.FILLING)
         progress = node.arena.board.read(one.cell)
     assert progress.state is CellState.READY
-    return pages_at(node.arena.view, progress) == RIGHT
+    return world.pages_at(node.arena.view, progress) == RIGHT
 
 
 @pytest.mark.parametrize("seal", [None, *SEALS.values()])
 def test_payloads_of_a_folder_that_is_its_index_are_as_long_as_their_files(
-    seal: Seal | None, make: Callable[..., Node]
+    seal: Seal | None, make: Make
 ) -> None:
     store = MemoryStore()
     node = make(store=store, index=BulkIndex(store), seal=seal)
-    for payload in payloads():
+    for payload, claim in zip(payloads(), world.claims_in(payloads()), strict=True):
         assert node.commit_one(payload) is CommitStatus.ACCEPTED
-        claim = read_header(payload).claim
         key = claim.key
         assert node.saves.drain(PATIENCE_S)
         node.arena_cache.forget(key.path())
@@ -87,9 +78,7 @@ def test_payloads_of_a_folder_that_is_its_index_are_as_long_as_their_files(
 
 
 @pytest.mark.parametrize("codec", ["none", "blosc"])
-def test_payloads_need_not_be_of_the_shape_of_the_last_one(
-    codec: str, make: Callable[..., Node]
-) -> None:
+def test_payloads_need_not_be_of_the_shape_of_the_last_one(codec: str, make: Make) -> None:
     """One has a longer header. One whose record promises other pages than it has is refused."""
     node = make(threads=1)
     first, second, third = node.save(codec=codec)
@@ -136,7 +125,7 @@ def test_no_changed_byte_is_served(data: st.DataObject, codec: str) -> None:
 @pytest.mark.parametrize("codec", ["none", "blosc"])
 @pytest.mark.parametrize("wrong", ["missing", "of another chunk", "longer, as its record says"])
 def test_a_payload_that_is_not_the_one_is_a_miss_and_its_record_goes(
-    wrong: str, codec: str, make: Callable[..., Node]
+    wrong: str, codec: str, make: Make
 ) -> None:
     node = make()
     one, other, _ = node.save(codec=codec)
@@ -178,7 +167,7 @@ class Trickle(MemoryStore):
 @pytest.mark.parametrize("codec", ["none", "blosc"])
 @pytest.mark.parametrize("step", [1, 7, 600, 4096, 100_000])
 def test_a_frame_is_announced_when_its_bytes_are_final(
-    step: int, codec: str, make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+    step: int, codec: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = make(store=Trickle(step))
     announced, advance = list[int](), node.arena_cache.advance
@@ -197,12 +186,11 @@ def test_a_frame_is_announced_when_its_bytes_are_final(
     assert announced[-1] == 2
 
 
-def test_all_who_ask_at_the_same_moment_share_one_fetch(make: Callable[..., Node]) -> None:
-    node, opened = make(threads=4), threading.Event()
-    wanted = node.save()
-    node.store.on_get = lambda _: opened.wait(PATIENCE_S)
+def test_all_who_ask_at_the_same_moment_share_one_fetch(make: Make) -> None:
+    node = make(threads=4)
+    wanted, gate = node.save(), gated(node)
     every = [node.open(*wanted) for _ in range(8)]
-    opened.set()
+    gate.set()
     assert all(some == every[0] for some in every)
     found = [settled(one) for some in every for one in some]
     assert len(found) == 24
@@ -220,7 +208,7 @@ class Slow:
     """A node with a long prompt, whose store answers nothing until ``gate`` is set."""
 
     def __init__(self, node: Node) -> None:
-        self.node, self.gate = node, threading.Event()
+        self.node, self.gate = node, Event()
         self.wanted = node.save(list(range(1000, 1000 + 16 * 12)))
         self._names = {one.claim.key.path(): n for n, one in enumerate(self.wanted)}
         self.order: list[int] = []
@@ -242,7 +230,7 @@ class Slow:
         self.node.found(*self.wanted)
         return self.node.core.open(
             client or Sleeper(),
-            claims_of([self.wanted[number] for number in numbers]),
+            world.claims_of([self.wanted[number] for number in numbers]),
             deadline_s=deadline_s,
             urgency=urgency,
             priority=priority,
@@ -255,7 +243,7 @@ class Slow:
         return self.order
 
 
-def test_urgent_payloads_go_first_and_clients_take_turns(make: Callable[..., Node]) -> None:
+def test_urgent_payloads_go_first_and_clients_take_turns(make: Make) -> None:
     slow, modest = Slow(make(threads=1)), Sleeper()
     slow.open(range(6), Urgency.BETWEEN_STEPS)
     wait_until(lambda: len(slow.order) == 1)
@@ -268,7 +256,7 @@ def test_urgent_payloads_go_first_and_clients_take_turns(make: Callable[..., Nod
     assert max(order.index(6), order.index(7)) < order.index(4)
 
 
-def test_a_request_hastens_what_is_being_prefetched_for_it(make: Callable[..., Node]) -> None:
+def test_a_request_hastens_what_is_being_prefetched_for_it(make: Make) -> None:
     slow = Slow(make(threads=1))
     slow.open(range(4), Urgency.PREFETCH)
     ahead = slow.open(range(4, 6), Urgency.PREFETCH, deadline_s=0.001)
@@ -281,7 +269,7 @@ def test_a_request_hastens_what_is_being_prefetched_for_it(make: Callable[..., N
         assert right(slow.node, settled(one)), "the later deadline counts"
 
 
-def test_prefetches_have_priorities(make: Callable[..., Node]) -> None:
+def test_prefetches_have_priorities(make: Make) -> None:
     slow = Slow(make(threads=1))
     slow.open(range(3), Urgency.PREFETCH, 5)
     wait_until(lambda: len(slow.order) == 1)
@@ -291,7 +279,7 @@ def test_prefetches_have_priorities(make: Callable[..., Node]) -> None:
     assert slow.end(7) == [0, 2, 5, 6, 3, 4, 1]
 
 
-def test_a_load_finds_a_thread_while_much_is_being_prefetched(make: Callable[..., Node]) -> None:
+def test_a_load_finds_a_thread_while_much_is_being_prefetched(make: Make) -> None:
     slow = Slow(make(threads=4))
     slow.open(range(8), Urgency.PREFETCH)
     wait_until(lambda: len(slow.order) == 3)
@@ -302,7 +290,7 @@ def test_a_load_finds_a_thread_while_much_is_being_prefetched(make: Callable[...
 
 
 def test_a_long_prefetch_lets_other_clients_go_on_meanwhile(
-    make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = make()
     wanted, counts = node.save() * 20, list[int]()
@@ -326,18 +314,13 @@ def test_a_long_prefetch_lets_other_clients_go_on_meanwhile(
 
 
 @pytest.mark.parametrize("error", [StoreUnavailable("down"), KeyError("a bug")])
-def test_a_late_payload_is_late_and_a_broken_store_is_a_miss(
-    error: Exception, make: Callable[..., Node]
-) -> None:
+def test_a_late_payload_is_late_and_a_broken_store_is_a_miss(error: Exception, make: Make) -> None:
     node = make(threads=1)
     first, second, _ = node.save()
     (late,) = fetch(node, first, deadline_s=0.0)
     assert late.reason is MissReason.LATE
 
-    def broken(key: str) -> None:
-        raise type(error)(*error.args)  # the one of all cases would keep this frame
-
-    node.store.on_get = broken
+    node.store.on_get = raising(error)
     (failed,) = node.open(second)
     wait_until(lambda: failed.state is not CellState.FILLING or not threads_of(node.core))
     assert threads_of(node.core)
@@ -349,7 +332,7 @@ def test_a_late_payload_is_late_and_a_broken_store_is_a_miss(
     assert until[0] <= again.deadline  # the store knows how long it may take
 
 
-def test_a_full_queue_and_a_full_arena_are_misses(make: Callable[..., Node]) -> None:
+def test_a_full_queue_and_a_full_arena_are_misses(make: Make) -> None:
     node = make(memory=4 * 8192, queue_max=1000)
     ones = fetch(node, *node.save(range(16 * 5)))
     assert [one.reason for one in ones].count(MissReason.NO_ROOM) == 1
@@ -362,7 +345,7 @@ def test_a_full_queue_and_a_full_arena_are_misses(make: Callable[..., Node]) -> 
     assert refused.reason is MissReason.NO_ROOM
 
 
-def test_closing_fails_what_waits(make: Callable[..., Node]) -> None:
+def test_closing_fails_what_waits(make: Make) -> None:
     node = make(threads=1)
     gate = gated(node)
     opened = node.open(*node.save())
@@ -374,22 +357,20 @@ def test_closing_fails_what_waits(make: Callable[..., Node]) -> None:
     assert sorted(reasons) == [MissReason.NONE, MissReason.CLOSED, MissReason.CLOSED]
 
 
-def test_a_load_tells_how_fast_bulk_is_but_not_if_it_may_have_come_from_hot(
-    make: Callable[..., Node],
-) -> None:
+def test_a_load_tells_how_fast_bulk_is_but_not_if_it_may_have_come_from_hot(make: Make) -> None:
     node = make()
     bulk, hot, _ = node.save()
     fetch(node, bulk, replace(hot, record=replace(hot.record, hot=True)))
     assert node.cache.link.gets.count == 1
 
 
-def test_when_all_threads_are_late_nothing_more_is_queued(make: Callable[..., Node]) -> None:
+def test_when_all_threads_are_late_nothing_more_is_queued(make: Make) -> None:
     node = make(threads=1)
     wanted = node.save(TOKENS)
     gate = gated(node)
     node.open(wanted[0], deadline_s=1.0)
     wait_until(lambda: node.core._is_stuck())
-    claims = claims_of(wanted[:2])  # the one that hangs, and another
+    claims = world.claims_of(wanted[:2])  # the one that hangs, and another
     for found in node.core.open(
         Sleeper(), claims, deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS
     ):
@@ -400,7 +381,7 @@ def test_when_all_threads_are_late_nothing_more_is_queued(make: Callable[..., No
 
 
 def test_loads_between_steps_do_not_starve_behind_endless_ones_within(
-    make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(core, "_OVERDUE_SHARE", 0.0)  # they are overdue at once
     slow = Slow(make(threads=1))
@@ -413,7 +394,7 @@ def test_loads_between_steps_do_not_starve_behind_endless_ones_within(
 
 @pytest.mark.parametrize("codec", ["none", "blosc"])
 def test_first_parts_of_all_come_before_the_second_of_any(
-    codec: str, make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+    codec: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fill, "_HEADER_BYTES", 2048)  # these payloads are small
     node = make(threads=1)
@@ -461,11 +442,11 @@ def test_a_load_needs_no_index_after_a_lookup_and_else_looks_its_record_up(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (first, second, third), client = node.save(), node.connect()
-    assert [one.state for one in loaded(client, [first])] == [CellState.READY]
+    assert [one.state for one in world.loaded(client, [first])] == [CellState.READY]
     complete(client.find(NAMESPACE, [second.claim.key.prefix_hash], ("0",)))
     monkeypatch.setattr(node.index, "find", down)
-    assert [one.state for one in loaded(client, [second])] == [CellState.READY]
-    assert [one.reason for one in loaded(client, [third])] == [MissReason.STORE]
+    assert [one.state for one in world.loaded(client, [second])] == [CellState.READY]
+    assert [one.reason for one in world.loaded(client, [third])] == [MissReason.STORE]
 
 
 @pytest.mark.parametrize("is_asked", [False, True])
@@ -489,6 +470,89 @@ def test_a_record_that_has_changed_is_not_used_again(node: Node, is_asked: bool)
     assert node.core.found.of(one.claim.key) is None
 
 
+# Payloads that nobody wants any more, and those that somebody else still wants.
+
+
+class SlowStore(MemoryStore):
+    """Gives the first bytes of a payload, and the rest when it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.go = Event(), Event()
+        self.gets = 0
+
+    def get_into(
+        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
+    ) -> int | None:
+        self.gets += 1
+        assert arrived is not None
+        arrived(0)
+        self.begun.set()
+        while not self.go.wait(0.005):
+            arrived(0)
+        return super().get_into(key, buffer, arrived, start)
+
+
+@pytest.fixture
+def slow(make: Make) -> Iterator[Node]:
+    """A node whose store is slow."""
+    node = make(store=SlowStore(), threads=1)
+    yield node
+    node.store.go.set()
+    assert node.core.close(PATIENCE_S)
+    assert node.arena_cache.leased() == 0
+
+
+def test_a_fetch_that_nobody_wants_any_more_leaves_its_thread(slow: Node) -> None:
+    first, second, third = slow.save(TOKENS)
+    (one,) = slow.open(first)
+    assert slow.store.begun.wait(PATIENCE_S)
+    (queued,) = slow.open(second)
+    for gone in (one, queued):
+        slow.arena_cache.release(gone)
+    assert settled(one).state is CellState.FAILED
+    slow.store.go.set()
+    (other,) = slow.open(third)
+    assert settled(other).state is CellState.READY
+    assert slow.store.gets == 2, "the queued one is not fetched"
+    slow.arena_cache.release(other)
+    assert slow.recorder.value("load_errors") == 0
+
+
+def test_queued_payloads_that_nobody_wants_make_room_for_others(slow: Node) -> None:
+    slow.core._limits = replace(slow.core._limits, queue_max=2)
+    busy, *abandoned, fourth, fifth = slow.save(list(range(100, 100 + 16 * 5)))
+    (one,) = slow.open(busy)
+    assert slow.store.begun.wait(PATIENCE_S)
+    for gone in slow.open(*abandoned):
+        slow.arena_cache.release(gone)
+    others = slow.open(fourth, fifth)
+    slow.store.go.set()
+    assert {settled(each).state for each in (one, *others)} == {CellState.READY}
+    assert slow.store.gets == 3, "they are not fetched"
+    for lease in (one, *others):
+        slow.arena_cache.release(lease)
+
+
+def test_who_came_later_is_not_bound_by_the_first_deadline(
+    slow: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load between steps that joins one within a step."""
+    wanted = slow.save(TOKENS)[:1]
+    slow.store.go.set()
+    with monkeypatch.context() as failing:
+        failing.setattr(slow.cache, "get_into", raising(TransferError("late")))
+        get, ends = world.Paused(slow.cache, "get_into"), monotonic() + 2.0
+        first = slow.open(*wanted, deadline_s=2.0)
+        assert get.begun.wait(PATIENCE_S)
+    second = slow.open(*wanted)
+    wait_until(lambda: monotonic() > ends)
+    get.go.set()
+    assert settled(second[0]).state is CellState.READY
+    for lease in (*first, *second):
+        slow.arena_cache.release(lease)
+
+
 # Saves: what becomes of a payload, of its lease and of its memory.
 
 
@@ -508,16 +572,9 @@ def save(node: Node) -> None:
     node.cache.in_flight.end(PATH)
 
 
-def raising(error: Exception) -> Callable[..., bool]:
-    def put(*_: object) -> bool:
-        raise type(error)(*error.args)  # one that is kept keeps all that its frames had
-
-    return put
-
-
 @pytest.mark.parametrize("publishes", [True, False])
 def test_a_save_is_made_under_its_lease_which_its_record_gives_back(
-    publishes: bool, make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+    publishes: bool, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = make()
     put, was_leased = node.store.put_if_absent, list[bool]()
@@ -536,7 +593,7 @@ def test_a_save_is_made_under_its_lease_which_its_record_gives_back(
     assert node.recorder.value("saves") == 1
 
 
-def test_a_late_save_is_dropped(make: Callable[..., Node]) -> None:
+def test_a_late_save_is_dropped(make: Make) -> None:
     node = make(save_deadline_s=0.0)
     save(node)
     assert node.store.get(PATH) is None
@@ -544,9 +601,7 @@ def test_a_late_save_is_dropped(make: Callable[..., Node]) -> None:
 
 
 @pytest.mark.parametrize("error", [StoreUnavailable("down"), RuntimeError("a bug")])
-def test_a_save_that_fails_gives_back_all_that_it_had(
-    error: Exception, make: Callable[..., Node]
-) -> None:
+def test_a_save_that_fails_gives_back_all_that_it_had(error: Exception, make: Make) -> None:
     node = make()
     node.store.put_if_absent = raising(error)
     save(node)

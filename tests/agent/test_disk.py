@@ -20,31 +20,21 @@ from objkv.agent.arena_cache import CachedPayload
 from objkv.agent.client import AgentConnection
 from objkv.agent.disk import Disk, DiskFolder
 from objkv.agent.fill import PayloadRequest
+from objkv.agent.http.metrics import PREFIX
 from objkv.agent.memory.arena import PAGE, CellState
 from objkv.agent.messages import CommitStatus, Urgency
 from objkv.assembly.backends import open_backends
-from objkv.codec.payload import read_header
 from objkv.codec.seal import Seal
 from objkv.config import Config
 from objkv.errors import ConfigError, PayloadError, StoreUnavailable
 from objkv.net.breaker import BreakerLimits
+from objkv.ops.top import values_of
 from objkv.telemetry import NullRecorder
+from tests.agent import world
 from tests.agent.consistency import is_consistent
 from tests.agent.test_core import fetch, right
 from tests.agent.test_http import Router
-from tests.agent.world import (
-    PATIENCE_S,
-    RIGHT,
-    Node,
-    WatchedStore,
-    ended,
-    http_of,
-    making,
-    opened,
-    pages_at,
-    payloads,
-    wanted_of,
-)
+from tests.agent.world import PATIENCE_S, RIGHT, Node, Paused, making, paths, payloads, raising
 from tests.codec.seals import SEALS
 from tests.support.agents import AgentProcess
 from tests.support.samples import save
@@ -96,6 +86,9 @@ class DiskNode(Node):
         assert adds_up(self.disk)
 
 
+Make = Callable[..., DiskNode]
+
+
 @pytest.fixture(autouse=True)
 def slow_machines_hang_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spill_module, "_HANGS_S", PATIENCE_S)
@@ -109,7 +102,7 @@ def no_probes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[..., DiskNode]]:
+def make(tmp_path: Path) -> Iterator[Make]:
     with making(partial(DiskNode, tmp_path / "disk")) as make:
         yield make
 
@@ -130,9 +123,7 @@ def files(tmp_path: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("codec", ["none", "blosc"])
-def test_what_was_loaded_comes_back_from_disk(
-    codec: str, make: Callable[..., DiskNode], tmp_path: Path
-) -> None:
+def test_what_was_loaded_comes_back_from_disk(codec: str, make: Make, tmp_path: Path) -> None:
     node = make()
     wanted = node.save(codec=codec)
     node.load(*wanted)
@@ -140,24 +131,17 @@ def test_what_was_loaded_comes_back_from_disk(
     node.evict(*wanted)
     node.load(*wanted)
     assert node.gets() == 3, "once each, the second time from disk"
-    with http_of(node) as http:
+    with world.http_of(node) as http:
         _, page = Router(http).ask("GET", "/metrics")
-    for line in (
-        "disk_payloads 3",
-        f"disk_bytes {node.disk.nbytes}",
-        f"disk_max_bytes {BOUND}",
-        "disk_hits_total 3",
-        "disk_writes_total 3",
-    ):
-        assert f"objkv_agent_{line}\n" in page
+    due = {"disk_payloads": 3, "disk_bytes": node.disk.nbytes, "disk_max_bytes": BOUND}
+    due |= {"disk_hits_total": 3, "disk_writes_total": 3}
+    assert values_of(page).items() >= {(PREFIX + name, value) for name, value in due.items()}
     for file in files(tmp_path):
         assert file.stat().st_mode & 0o777 == 0o600
         assert file.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_what_was_only_saved_or_prefetched_is_not_written_until_it_is_read(
-    make: Callable[..., DiskNode],
-) -> None:
+def test_what_was_only_saved_or_prefetched_is_not_written_until_it_is_read(make: Make) -> None:
     node = make()
     wanted, other, _ = node.save()
     assert node.commit_one(payloads()[0]) is CommitStatus.ACCEPTED
@@ -172,7 +156,7 @@ def test_what_was_only_saved_or_prefetched_is_not_written_until_it_is_read(
     assert node.gets() == 1
 
 
-def test_the_next_agent_finds_the_files(make: Callable[..., DiskNode], tmp_path: Path) -> None:
+def test_the_next_agent_finds_the_files(make: Make, tmp_path: Path) -> None:
     first = make()
     wanted = first.save()
     first.load(*wanted)
@@ -182,7 +166,7 @@ def test_the_next_agent_finds_the_files(make: Callable[..., DiskNode], tmp_path:
     (folder / ("0" * 40 + ".signed")).write_bytes(b"of other settings")
     (folder / ("1" * 40 + ".plain")).write_bytes(b"")
     (folder / "readme.txt").write_bytes(b"somebody else's")
-    second = make(store=WatchedStore())
+    second = make(store=world.WatchedStore())
     second.settle()
     assert {file.name[40:] for file in files(tmp_path)} == {".plain", ""}
     assert not (folder / "unfinished").exists()
@@ -225,18 +209,15 @@ def test_no_changed_byte_is_served(data: st.DataObject, kind: str | None) -> Non
 
 def sealed(node: Node) -> list[PayloadRequest]:
     """Payloads that were saved through the node, and so sealed."""
-    keys = [read_header(payload).claim.key for payload in payloads()]
     for payload in payloads():
         assert node.commit_one(payload) is CommitStatus.ACCEPTED
     assert node.saves.drain(PATIENCE_S)
-    for key in keys:
-        node.arena_cache.forget(key.path())
-    return node.wanted(keys)
+    for path in paths(payloads()):
+        node.arena_cache.forget(path)
+    return node.wanted([claim.key for claim in world.claims_in(payloads())])
 
 
-def test_what_is_encrypted_in_the_bucket_is_encrypted_on_disk(
-    make: Callable[..., DiskNode], tmp_path: Path
-) -> None:
+def test_what_is_encrypted_in_the_bucket_is_encrypted_on_disk(make: Make, tmp_path: Path) -> None:
     node = make(seal=SEALS["encrypted"])
     wanted = sealed(node)
     node.load(*wanted)
@@ -249,9 +230,7 @@ def test_what_is_encrypted_in_the_bucket_is_encrypted_on_disk(
     assert (node.gets(), node.count("hits")) == (before, 3)
 
 
-def test_another_payload_under_the_name_is_refused(
-    make: Callable[..., DiskNode], tmp_path: Path
-) -> None:
+def test_another_payload_under_the_name_is_refused(make: Make, tmp_path: Path) -> None:
     node = make()
     wanted = node.save()
     node.load(*wanted)
@@ -268,7 +247,7 @@ def test_another_payload_under_the_name_is_refused(
 
 
 def test_nothing_is_announced_before_all_is_verified(
-    make: Callable[..., DiskNode], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = make()
     wanted = node.save()[0]
@@ -293,21 +272,14 @@ def test_nothing_is_announced_before_all_is_verified(
     assert all(announced), "only frames of the store"
 
 
-def refuse(monkeypatch: pytest.MonkeyPatch, name: str, number: int) -> None:
-    def fails(*args: object, **kwargs: object) -> int:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(module.os, name, fails)
-
-
 @pytest.mark.usefixtures("no_probes")
 def test_a_full_disk_is_left_out_and_leaves_nothing(
-    make: Callable[..., DiskNode], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = make()
     wanted = node.save(tuple(range(16 * 12)))
     with monkeypatch.context() as full:
-        refuse(full, "write", errno.ENOSPC)
+        full.setattr(module.os, "write", raising(OSError(errno.ENOSPC, "no space")))
         for one in wanted:
             node.load(one)
     assert (node.count("errors"), node.count("drops")) == (5, 7), "then it is paused"
@@ -318,14 +290,14 @@ def test_a_full_disk_is_left_out_and_leaves_nothing(
 
 @pytest.mark.usefixtures("no_probes")
 def test_a_failing_disk_is_left_out_and_the_stores_are_read(
-    make: Callable[..., DiskNode], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     node = make()
     wanted = node.save(tuple(range(16 * 12)))
     node.load(*wanted)
     node.evict(*wanted)
     with monkeypatch.context() as broken:
-        refuse(broken, "preadv", errno.EIO)
+        broken.setattr(module.os, "preadv", raising(OSError(errno.EIO, "broken")))
         for one in wanted:
             node.load(one)
     assert (node.count("hits"), node.count("errors"), node.count("busy")) == (0, 5, 7)
@@ -341,10 +313,7 @@ def test_a_failing_disk_is_left_out_and_the_stores_are_read(
     ids=["nothing since", "a byte just now"],
 )
 def test_a_slow_read_keeps_not_all_threads_and_only_one_that_hangs_closes_the_disk(
-    clock: Callable[[], float],
-    hangs_for_all: bool,
-    make: Callable[..., DiskNode],
-    monkeypatch: pytest.MonkeyPatch,
+    clock: Callable[[], float], hangs_for_all: bool, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = make(threads=2)
     wanted = node.save()
@@ -378,7 +347,7 @@ def test_a_slow_read_keeps_not_all_threads_and_only_one_that_hangs_closes_the_di
 
 
 def test_a_payload_that_is_refused_is_not_kept_also_if_it_is_being_written(
-    make: Callable[..., DiskNode], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Make, tmp_path: Path
 ) -> None:
     node = make()
     other, wanted, _ = node.save()
@@ -386,28 +355,17 @@ def test_a_payload_that_is_refused_is_not_kept_also_if_it_is_being_written(
     node.core.reject(other.claim)
     node.settle()
     assert (len(node.disk), files(tmp_path)) == (0, [])
-    writing, go_on = threading.Event(), threading.Event()
-    write = os.write
-
-    def slow(fd: int, content: memoryview) -> int:
-        writing.set()
-        assert go_on.wait(PATIENCE_S)
-        return write(fd, content)
-
-    with monkeypatch.context() as slowly:
-        slowly.setattr(module.os, "write", slow)
-        (one,) = fetch(node, wanted)
-        assert writing.wait(PATIENCE_S)
-        node.core.reject(wanted.claim)
-        go_on.set()
-        node.settle()
+    write = Paused(node.disk.folder, "write")
+    (one,) = fetch(node, wanted)
+    assert write.begun.wait(PATIENCE_S)
+    node.core.reject(wanted.claim)
+    write.go.set()
+    node.settle()
     node.arena_cache.release(one)
     assert (len(node.disk), files(tmp_path)) == (0, [])
 
 
-def test_a_long_queue_is_cut_and_counted(
-    make: Callable[..., DiskNode], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_queue_is_cut_and_counted(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     node = make()
     wanted = node.save()
     with monkeypatch.context() as full:
@@ -421,7 +379,7 @@ def test_a_long_queue_is_cut_and_counted(
 
 
 def test_two_agents_do_not_share_a_folder_and_the_second_serves_without_it(
-    make: Callable[..., DiskNode], monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(spill_module, "_LOOK_S", 0.01)
     first = make()
@@ -508,7 +466,7 @@ def test_a_killed_agent_leaves_its_files_to_the_next(tmp_path: Path) -> None:
     config = Config(bulk_url=f"file://{tmp_path}/bulk")
     urls = {"bulk_url": config.bulk_url, "agent_disk_url": f"file://{tmp_path}/disk"}
     with closing(open_backends(config, NullRecorder())) as backends:
-        wanted = wanted_of(backends.index, save(backends.bulk, backends.index))
+        wanted = world.wanted_of(backends.index, save(backends.bulk, backends.index))
     with AgentProcess(urls) as agent:
         load_all(agent, wanted)
         wait_until(lambda: len(files(tmp_path)) == 3)
@@ -521,7 +479,7 @@ def test_a_killed_agent_leaves_its_files_to_the_next(tmp_path: Path) -> None:
 
 def load_all(agent: AgentProcess, wanted: list[PayloadRequest]) -> None:
     with closing(AgentConnection(agent.path, wants_arena=True)) as client:
-        for lease in opened(client, wanted):
-            progress = ended(client, lease)
+        for lease in world.opened(client, wanted):
+            progress = world.ended(client, lease)
             assert progress.state is CellState.READY
-            assert pages_at(client.arena.view, progress) == RIGHT
+            assert world.pages_at(client.arena.view, progress) == RIGHT

@@ -1,37 +1,37 @@
 """Payloads that are held back until they are seen a second time."""
 
+import json
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import asdict
+from itertools import takewhile
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from objkv.agent.answering import NodeCalls
 from objkv.agent.client import AgentConnection
 from objkv.agent.fill import PayloadRequest
 from objkv.agent.memory.arena import CellState
 from objkv.agent.messages import CommitStatus, MissReason, PrefetchOrder, is_held_back
 from objkv.agent.prefetch import Matched, Prefetches
-from objkv.codec.payload import read_header
-from objkv.errors import StoreBusy, StoreUnavailable, TransferError
-from objkv.index.base import ChunkEntry, ShardRecord
+from objkv.cache.worth import SETTLED_S, PutPolicy
+from objkv.codec.payload import Claim
+from objkv.errors import StoreUnavailable, TransferError
+from objkv.index.base import ChunkEntry, Savings, ShardRecord
+from objkv.keys.chunk import ChunkKey
+from objkv.keys.topology import Shard
+from tests.agent import world
 from tests.agent.consistency import paths_of
-from tests.agent.world import (
-    PATIENCE_S,
-    RIGHT,
-    Desk,
-    Node,
-    WatchedStore,
-    down,
-    ended,
-    making,
-    opened,
-    pages_at,
-    payloads,
-)
+from tests.agent.world import PATIENCE_S, Node, Paused, claims_in, down, hashes_in, paths, payloads
+from tests.contracts.clock import ManualClock
 from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.support.agents import AgentProcess
 from tests.support.samples import NAMESPACE, TOKENS
 from tests.support.steps import complete
@@ -48,7 +48,7 @@ class Holder(Node):
         self.reader = self.connect()
 
     def _new_desk(self) -> None:
-        self.desk = Desk(self)
+        self.desk = world.Desk(self)
 
     def commit(self, made: Sequence[bytes], *, puts: bool = False) -> list[CommitStatus]:
         """Hand payloads over, as a worker does; waits until the fleet has counted them."""
@@ -97,48 +97,34 @@ Make = Callable[..., Holder]
 
 def read(client: AgentConnection, wanted: PayloadRequest) -> MissReason:
     """Read a payload, and check its pages; why it was missed."""
-    (lease,) = opened(client, [wanted])
-    progress = ended(client, lease)
+    (lease,) = world.opened(client, [wanted])
+    progress = world.ended(client, lease)
     if progress.state is CellState.READY:
-        assert pages_at(client.arena.view, progress) == RIGHT
+        assert world.pages_at(client.arena.view, progress) == world.RIGHT
     client.release([lease.number] if lease.number else [])
     return MissReason(progress.reason)
 
 
 def find(client: AgentConnection, made: Sequence[bytes]) -> list[PayloadRequest]:
     """What a client's lookup finds, up to the first miss."""
-    claims = [read_header(payload).claim for payload in made]
+    claims = claims_in(made)
     fields = (claims[0].key.field,)
-    wanted = []
-    for claim, shards in zip(
-        claims,
-        complete(client.find(NAMESPACE, [claim.key.prefix_hash for claim in claims], fields)),
-        strict=True,
-    ):
-        if not shards:
-            break
-        wanted.append(PayloadRequest(claim, shards[fields[0]]))
-    return wanted
-
-
-def paths(made: Sequence[bytes]) -> list[str]:
-    return [read_header(payload).claim.key.path() for payload in made]
+    found = complete(client.find(NAMESPACE, hashes_in(made), fields))
+    both = takewhile(itemgetter(1), zip(claims, found, strict=True))
+    return [PayloadRequest(claim, shards[fields[0]]) for claim, shards in both]
 
 
 @pytest.fixture
 def make() -> Iterator[Callable[..., Holder]]:
-    with making(Holder) as make:
+    with world.making(Holder) as make:
         yield make
 
 
 def of_index(node: Node, made: Sequence[bytes]) -> list[ShardRecord | None]:
     """The index's own records."""
-    found = []
-    for payload in made:
-        key = read_header(payload).claim.key
-        (shards,) = node.index.find(NAMESPACE, [key.prefix_hash], [key.field])
-        found.append(None if shards is None else shards[key.field])
-    return found
+    field = claims_in(made)[0].key.field
+    found = [node.index.find(NAMESPACE, [one], [field])[0] for one in hashes_in(made)]
+    return [shards and shards[field] for shards in found]
 
 
 def test_what_was_seen_once_is_found_on_its_node_alone_and_what_is_made_twice_is_stored(
@@ -160,30 +146,18 @@ def test_what_was_seen_once_is_found_on_its_node_alone_and_what_is_made_twice_is
     assert [key.path() for key in node.desk.accepted] == paths(made[:1])
 
 
-class GatedStore(WatchedStore):
-    """Puts nothing before ``gate`` is set."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = threading.Event()
-
-    def put_if_absent(self, key: str, value: Any) -> bool:
-        assert self.gate.wait(PATIENCE_S)
-        return super().put_if_absent(key, value)
-
-
 def test_what_the_agent_took_is_found_from_then_on_although_it_was_missing_just_now(
     make: Make,
 ) -> None:
-    store = GatedStore()
-    node, made = make(holds_back=False, store=store), payloads()
+    node, made = make(holds_back=False), payloads()
+    put = Paused(node.store, "put_if_absent")
     assert node.find(made) == []
     for payload in made:
         assert node.desk.hand_over(payload) is CommitStatus.ACCEPTED
     found = node.find(made)
     assert [is_held_back(one.record) for one in found] == [True] * 3, "none is stored yet"
     assert [read(node.reader, one) for one in found] == [MissReason.NONE] * 3
-    store.gate.set()
+    put.go.set()
     assert node.saves.drain(PATIENCE_S)
     assert node.stored == set(paths(made))
     assert [one.record for one in node.find(made)] == of_index(node, made)
@@ -194,7 +168,7 @@ def test_what_the_agent_took_is_found_from_then_on_although_it_was_missing_just_
 def test_what_another_process_was_saving_is_looked_up_in_the_index_after_its_next_read(
     make: Make,
 ) -> None:
-    store, index, made = WatchedStore(), MemoryIndex(), payloads()
+    store, index, made = world.WatchedStore(), MemoryIndex(), payloads()
     node = make(holds_back=False, store=store, index=index)
     for path in paths(made):
         assert index.lease(path, "another", ttl_ms=600_000)
@@ -232,7 +206,7 @@ def test_what_is_read_is_stored_and_published(make: Make) -> None:
 
 
 def test_what_another_node_makes_again_is_stored_by_that_node(make: Make) -> None:
-    store, index = WatchedStore(), MemoryIndex()
+    store, index = world.WatchedStore(), MemoryIndex()
     first, second = (make(store=store, index=index) for _ in range(2))
     made = payloads()
     first.commit(made)
@@ -264,34 +238,25 @@ def test_no_save_is_begun_later_because_an_agent_is_being_connected_to(
 ) -> None:
     """A forward pass begins it."""
     node, made = make(), payloads()
-    connecting, gate, begun = threading.Event(), threading.Event(), list[bool]()
-
-    def late(**_: Any) -> AgentConnection:
-        connecting.set()
-        gate.wait(PATIENCE_S)
-        raise TransferError("gone")
-
-    monkeypatch.setattr(node, "connect", late)
-    key = read_header(made[1]).claim.key
-    forward = threading.Thread(target=lambda: begun.append(node.desk.saves.begin_save(key.path())))
-    with ThreadPoolExecutor(1) as pool:
+    monkeypatch.setattr(node, "connect", world.raising(TransferError("gone")))
+    connect = Paused(node, "connect")
+    with ThreadPoolExecutor(2) as pool:
         try:
             handed = pool.submit(node.desk.hand_over, made[0])
-            assert connecting.wait(PATIENCE_S)
-            forward.start()
-            wait_until(lambda: begun == [True])
+            assert connect.begun.wait(PATIENCE_S)
+            forward = pool.submit(node.desk.saves.begin_save, paths(made)[1])
+            assert forward.result(PATIENCE_S)
         finally:
-            gate.set()
+            connect.go.set()
         assert isinstance(handed.exception(), TransferError)
-        forward.join()
 
 
 def test_a_commit_that_says_so_is_stored_when_there_is_room(make: Make) -> None:
-    store, made = GatedStore(), payloads()
-    node = make(memory=3 * 8192, store=store)
+    node, made = make(memory=3 * 8192), payloads()
+    put = Paused(node.store, "put_if_absent")
     outcomes = [node.desk.hand_over(one, puts=True) for one in made]
     assert outcomes == [CommitStatus.ACCEPTED] * 3
-    store.gate.set()
+    put.go.set()
     assert node.saves.drain(PATIENCE_S)
     assert node.stored == set(paths(made))
     assert [key.path() for key in node.desk.accepted] == paths(made)
@@ -326,11 +291,7 @@ def test_a_held_back_payload_can_be_evicted_and_is_an_ordinary_miss_then(make: M
     assert node.find(made) == []
     gets = sum(node.store.gets.values())
     for error in (StoreUnavailable("down"), RuntimeError("a bug")):
-
-        def broken(*_: object, error: Exception = error) -> Any:
-            raise type(error)(*error.args)  # one that is kept keeps all that its frames had
-
-        node.index.find = broken  # type: ignore[method-assign]
+        node.index.find = world.raising(error)  # type: ignore[method-assign]
         assert node.read([wanted]) == [MissReason.STORE]
         del node.index.find
     assert node.read([wanted]) == [MissReason.MISSING]
@@ -353,30 +314,26 @@ def test_without_an_index_a_payload_stays_in_memory(make: Make) -> None:
 
 def test_payloads_that_come_together_share_a_round_trip(make: Make) -> None:
     node, made = make(), payloads(list(range(16 * 9)))
-    sight, gate, sizes = node.index.record_sightings, threading.Event(), list[int]()
+    sight, sizes = node.index.record_sightings, list[int]()
 
-    def slow(names: Sequence[str], *, ttl_s: int) -> list[bool]:
+    def seen(names: Sequence[str], *, ttl_s: int) -> list[bool]:
         sizes.append(len(names))
-        assert gate.wait(PATIENCE_S)
         return sight(names, ttl_s=ttl_s)
 
-    node.index.record_sightings = slow  # type: ignore[method-assign]
+    node.index.record_sightings = seen  # type: ignore[method-assign]
+    slow = Paused(node.index, "record_sightings")
     node.desk.hand_over(made[0])
-    wait_until(lambda: sizes == [1])
+    assert slow.begun.wait(PATIENCE_S)
     for payload in made[1:]:
         node.desk.hand_over(payload)
-    gate.set()
+    slow.go.set()
     assert node.saves.drain(PATIENCE_S)
     assert sizes == [1, 8]
 
 
-def busy(*_: object) -> bool:
-    raise StoreBusy("slow down")
-
-
 @pytest.mark.parametrize(
     ("place", "call", "fails", "is_put"),
-    [("store", "put_if_absent", busy, False), ("index", "publish", down, True)],
+    [("store", "put_if_absent", world.busy, False), ("index", "publish", down, True)],
     ids=["not put", "not published"],
 )
 def test_a_save_that_failed_is_tried_at_the_next_read(
@@ -443,15 +400,11 @@ def test_a_payload_that_a_reader_refuses_is_held_back_no_longer(make: Make) -> N
 
 
 def test_a_lookup_that_has_just_missed_a_payload_finds_it_and_what_follows(make: Make) -> None:
-    store, index = WatchedStore(), MemoryIndex()
-    node = make(store=store, index=index)
-    made = payloads()
+    node, made = make(), payloads()
     assert node.find(made) == []
     node.save(TOKENS)
-    for payload in made[:1]:  # the first chunk is only held back, the others are stored
-        key = read_header(payload).claim.key
-        index.drop(NAMESPACE, key.prefix_hash)
-        store.delete(key.path())
+    node.index.drop(NAMESPACE, hashes_in(made)[0])  # only held back; the others are stored
+    node.store.delete(paths(made)[0])
     assert node.find(made) == []
     node.commit(made[:1])
     wanted = node.find(made)
@@ -463,22 +416,12 @@ def test_a_lookup_that_has_just_missed_a_payload_finds_it_and_what_follows(make:
 def test_a_chunk_with_some_of_its_shards_stored_is_found_with_all(make: Make) -> None:
     node, made = make(), payloads()
     node.commit(made)
-    claim = read_header(made[1]).claim
-    other = "0.L0-2_H2-4"
-    assert other != claim.key.field
-    record = ShardRecord(5, 5, True, False, "00", 1)
-    entry = ChunkEntry(
-        NAMESPACE, claim.key.prefix_hash, claim.parent_hash, claim.token_start, claim.token_end
-    )
+    claim, hashes, other = claims_in(made)[1], hashes_in(made), "0.L0-2_H2-4"
+    record, field = ShardRecord(5, 5, True, False, "00", 1), claim.key.field
+    entry = ChunkEntry(NAMESPACE, hashes[1], claim.parent_hash, claim.token_start, claim.token_end)
     node.index.publish(entry, {other: record}, ttl_s=100)
-    hashes = [read_header(payload).claim.key.prefix_hash for payload in made]
-    fields = (claim.key.field, other)
-    found = complete(node.reader.find(NAMESPACE, hashes, fields))
-    assert [set(shards or ()) for shards in found] == [
-        {claim.key.field},
-        set(fields),
-        {claim.key.field},
-    ]
+    found = complete(node.reader.find(NAMESPACE, hashes, (field, other)))
+    assert [set(shards or ()) for shards in found] == [{field}, {field, other}, {field}]
     assert (found[1] or {})[other] == record
     prefetches = Prefetches(node.core, node.index, node.store)
     assert counts(prefetches.match(NAMESPACE, hashes)) == (3, 3, 1, 48)
@@ -490,8 +433,7 @@ def counts(found: Matched) -> tuple[int, int, int, int]:
 
 def test_a_router_sees_held_back_payloads(make: Make) -> None:
     node, made = make(memory=3 * 8192), payloads()
-    prefetches = Prefetches(node.core, node.index, node.store)
-    hashes = [read_header(payload).claim.key.prefix_hash for payload in made]
+    prefetches, hashes = Prefetches(node.core, node.index, node.store), hashes_in(made)
     assert counts(prefetches.match(NAMESPACE, hashes)) == (3, 0, 0, 0)
     node.commit(made)
     assert counts(prefetches.match(NAMESPACE, hashes)) == (3, 3, 3, 48)
@@ -518,7 +460,7 @@ class Service:
             "agent_memory_bytes": str(1 << 20),
         } | dict(more or {})
         self.agent = AgentProcess(self.settings, options=options)
-        desk = Desk(self)  # type: ignore[arg-type]  # it only connects
+        desk = world.Desk(self)  # type: ignore[arg-type]  # it only connects
         for payload in made:
             desk.hand_over(payload)
         desk.close()
@@ -559,14 +501,14 @@ def test_an_engine_that_has_gone_loses_nothing_and_an_agent_what_it_held_back(
 
 def test_saves_that_wait_lease_at_most_a_quarter_of_the_arena(make: Make) -> None:
     """The others wait without a lease, and are lost only if their memory is needed."""
-    store = GatedStore()
-    node, made = make(holds_back=False, store=store, memory=10 * 4096), payloads()
+    node, made = make(holds_back=False, memory=10 * 4096), payloads()
+    put = Paused(node.store, "put_if_absent")
     accepted, held_back = CommitStatus.ACCEPTED, CommitStatus.HELD_BACK
     assert [node.commit_one(one) for one in made] == [accepted, accepted, held_back]
     assert node.commit_one(made[2]) is held_back
     assert node.arena_cache.leased() == 2, "each has 5 KiB, and a quarter is 10 KiB"
     assert node.held == set(paths(made))
-    store.gate.set()
+    put.go.set()
     assert node.saves.drain(PATIENCE_S)
     assert node.stored == set(paths(made))
     assert not node.held
@@ -578,8 +520,8 @@ def test_saves_that_wait_lease_at_most_a_quarter_of_the_arena(make: Make) -> Non
 def test_an_agent_that_ends_puts_what_is_due_within_its_deadline(
     is_in_time: bool, make: Make
 ) -> None:
-    store, made = GatedStore(), payloads()
-    node = make(store=store, saves_max=1)
+    node, made = make(saves_max=1), payloads()
+    put = Paused(node.store, "put_if_absent")
     node.commit(made)
     wanted = node.find(made)
     assert {read(node.reader, one) for one in wanted[:2]} == {MissReason.NONE}
@@ -587,11 +529,133 @@ def test_an_agent_that_ends_puts_what_is_due_within_its_deadline(
     ending = threading.Thread(target=node.saves.close, args=(PATIENCE_S if is_in_time else 0.1,))
     ending.start()
     if is_in_time:
-        store.gate.set()
+        put.go.set()
     ending.join(PATIENCE_S)
     lost, stored = node.held, node.stored
-    store.gate.set()
+    put.go.set()
     assert stored == (set(paths(made[:2])) if is_in_time else set())
     assert lost == set(paths(made[2:] if is_in_time else made))
     assert read(node.reader, wanted[2]) is MissReason.NONE, "too late to be put, and harmless"
     assert paths(made)[2] not in node.stored
+
+
+# Which payloads an agent puts, from what its replicas hand over and measure.
+
+
+NBYTES = 15 << 20
+"""A quarter of a chunk: of 4 ranks, each has a payload of this size."""
+GPU_US = 70_000
+"""Computing time of 256 tokens, on all GPUs."""
+TWO = "f" * 32
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock(100.0)
+
+
+def policy(clock: ManualClock, setting: Any = "auto", **rule: Any) -> PutPolicy:
+    return PutPolicy(world.put_policy(setting, **rule).rule, clock=clock)
+
+
+def claim_of(number: int, rank: int, namespace: str = NAMESPACE) -> Claim:
+    key = ChunkKey(namespace, bytes([number] * 20), 0, Shard(0, 80, 2 * rank, 2 * rank + 2))
+    return Claim(key, bytes(20), 256 * number, 256 * (number + 1))
+
+
+def are_held_back(
+    one: PutPolicy, ranks: int, number: int = 1, namespace: str = NAMESPACE
+) -> set[bool]:
+    """Whether the payloads of a chunk are held back."""
+    return {
+        one.holds_back(claim_of(number, rank, namespace), 4 * NBYTES // ranks)
+        for rank in range(ranks)
+    }
+
+
+def measured(gpu_us: int = GPU_US, tokens: int = 256, namespace: str = NAMESPACE) -> Savings:
+    return Savings(namespace, "2026-11", 1, tokens, tokens, gpu_us, 1000)
+
+
+@pytest.mark.parametrize(("ranks", "holds_back"), [(4, True), (1, False)])
+def test_each_put_that_a_chunk_takes_counts(
+    clock: ManualClock, ranks: int, holds_back: bool
+) -> None:
+    one = policy(clock)
+    one.credited(measured())
+    assert are_held_back(one, ranks) == are_held_back(one, ranks, 2) == {True}, "others may follow"
+    clock.advance(SETTLED_S)
+    assert are_held_back(one, ranks) == {holds_back}
+    (decision,) = one.decisions().values()
+    assert decision.break_even == pytest.approx(0.50 if ranks == 4 else 0.24, abs=0.01)
+
+
+def test_namespaces_are_decided_apart_and_each_change_is_logged(
+    clock: ManualClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    one = policy(clock)
+    for namespace in (NAMESPACE, TWO):
+        are_held_back(one, 1, namespace=namespace)
+    clock.advance(SETTLED_S)
+    assert are_held_back(one, 1) == are_held_back(one, 1, namespace=TWO) == {True}, (
+        "no time is known"
+    )
+    assert [found.puts for found in one.decisions().values()] == ["reused"] * 2
+    for _ in range(9):
+        one.credited(measured(2 * GPU_US))
+    assert are_held_back(one, 1) == {False}
+    assert are_held_back(one, 1, namespace=TWO) == {True}
+    for _ in range(9):
+        one.credited(measured(4 * GPU_US // 5))
+        are_held_back(one, 1)
+    assert one.decisions()[NAMESPACE].puts == "all", "between the limits"
+    for _ in range(9):
+        one.credited(measured(GPU_US // 2))
+    assert are_held_back(one, 1) == {True}
+    assert len(caplog.messages) == 4
+    assert "all: to pay, 0.12 of the chunks must be read again" in caplog.messages[2]
+    assert "reused: to pay, 0.48" in caplog.messages[3]
+    assert "S3 Standard" in caplog.messages[3]
+
+
+def test_what_a_client_claims_to_have_measured_is_bounded(clock: ManualClock) -> None:
+    one = policy(clock)
+    for number in range(1000):
+        one.credited(measured(namespace=f"{number:032x}"))
+        are_held_back(one, 1, namespace=f"{number:032x}")
+    for bad in (measured(-1), measured(0), measured(tokens=-1), measured(tokens=0)):
+        one.credited(bad)
+    clock.advance(SETTLED_S)
+    for number in range(940, 1000):
+        are_held_back(one, 1, namespace=f"{number:032x}")
+    assert 0 < len(one.decisions()) <= 64
+
+
+def test_a_call_of_a_replica_reaches_the_policy_and_the_index(clock: ManualClock) -> None:
+    one, index = policy(clock), MemoryIndex()
+    calls = NodeCalls(index, MemoryStore(), None, one, ttl_s=60)
+    calls.run(json.dumps({"verb": "credit", "savings": asdict(measured(9 * GPU_US))}))
+    are_held_back(one, 4)
+    clock.advance(SETTLED_S)
+    assert are_held_back(one, 4) == {False}
+    assert index.savings() == [measured(9 * GPU_US)]
+
+
+def test_a_node_puts_all_once_it_pays_and_holds_back_again_once_it_does_not(
+    make: Make, clock: ManualClock
+) -> None:
+    node, made = make(policy=policy(clock)), payloads()
+    assert node.commit(made[:1]) == [CommitStatus.HELD_BACK]
+    assert node.held == set(paths(made[:1]))
+    clock.advance(SETTLED_S)
+    node.saves.policy.credited(measured(10**9))
+    node.commit(made[1:2])
+    assert node.stored == set(paths(made[1:2]))
+    node.again(made[:1])
+    assert node.stored == set(paths(made[:2])), "what was held back is put when it is made again"
+    for _ in range(9):
+        node.saves.policy.credited(measured(1))
+    node.commit(made[2:])
+    assert node.held == set(paths(made[2:]))
+    assert node.saves.drain(PATIENCE_S)

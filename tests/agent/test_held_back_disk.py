@@ -4,22 +4,19 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from threading import Event, Thread
-from typing import Any
+from threading import Thread
 
 import pytest
 
 from objkv.agent.arena_cache import CachedPayload
-from objkv.agent.disk import Disk, DiskFolder
 from objkv.agent.messages import MissReason, PrefetchOrder
 from objkv.agent.prefetch import Prefetches
-from objkv.agent.spill import Spill
 from objkv.codec.payload import read_header
 from objkv.index.base import ChunkEntry, ShardRecord
 from tests.agent.consistency import fetches_of
-from tests.agent.test_disk import adds_up
-from tests.agent.test_held_back import Holder, Service, find, paths, read
-from tests.agent.world import PATIENCE_S, down, making, payloads
+from tests.agent.test_disk import DiskNode
+from tests.agent.test_held_back import Holder, Service, find, read
+from tests.agent.world import PATIENCE_S, Paused, down, hashes_in, making, paths, payloads
 from tests.support.agents import AgentProcess
 from tests.support.samples import NAMESPACE
 from tests.support.waiting import wait_until
@@ -27,32 +24,14 @@ from tests.support.waiting import wait_until
 NONE = MissReason.NONE
 
 
-class DiskHolder(Holder):
+class DiskHolder(Holder, DiskNode):
     """A node that holds payloads back and keeps all of them on a disk."""
-
-    def __init__(self, folder: Path, *, disk_bytes: int = 1 << 20, **options: Any) -> None:
-        self.folder_of_disk = folder
-        self.disk = Disk(DiskFolder(folder), disk_bytes)
-        super().__init__(disk=self.disk, keeps_all=True, **options)
-        wait_until(lambda: self.disk.is_loaded)
 
     def keep(self, made: list[bytes]) -> None:
         """Hand payloads over, and have them on the disk alone."""
         self.commit(made)
         self.settle()
         self.leave_arena(made)
-
-    @property
-    def spill(self) -> Spill:
-        assert self.core.spill is not None
-        return self.core.spill
-
-    def settle(self) -> None:
-        assert self.spill.drain(PATIENCE_S)
-
-    def close(self) -> None:
-        super().close()
-        assert adds_up(self.disk)
 
     def leave_arena(self, made: list[bytes]) -> None:
         for path in paths(made):
@@ -65,7 +44,7 @@ Make = Callable[..., DiskHolder]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Callable[..., DiskHolder]]:
-    with making(partial(DiskHolder, tmp_path / "disk")) as make:
+    with making(partial(DiskHolder, folder=tmp_path / "disk", keeps_all=True)) as make:
         yield make
 
 
@@ -86,8 +65,7 @@ def test_what_the_arena_evicted_is_found_read_from_disk_and_then_saved(make: Mak
 def test_what_only_the_disk_has_is_read_and_saved_if_it_is_to_be_put(make: Make) -> None:
     node, made = make(), payloads()
     node.keep(made)
-    hashes = [read_header(one).claim.key.prefix_hash for one in made]
-    prefetches = Prefetches(node.core, node.index, node.store)
+    hashes, prefetches = hashes_in(made), Prefetches(node.core, node.index, node.store)
     assert prefetches.start(NAMESPACE, hashes, PrefetchOrder(PATIENCE_S)).started == len(made)
     wait_until(lambda: fetches_of(node.core) == 0)
     assert not node.stored, "no request has read it"
@@ -95,16 +73,10 @@ def test_what_only_the_disk_has_is_read_and_saved_if_it_is_to_be_put(make: Make)
     for path in paths(made):
         node.arena_cache.held_back.put(path)
     assert node.saves.drain(PATIENCE_S), "none is in memory"
-    order, gate, get_into = PrefetchOrder(PATIENCE_S, puts=True), Event(), node.disk.get_into
-
-    def late(*arguments: Any) -> int | None:
-        assert gate.wait(PATIENCE_S)
-        return get_into(*arguments)
-
-    node.disk.get_into = late  # type: ignore[method-assign]
+    order, read_file = PrefetchOrder(PATIENCE_S, puts=True), Paused(node.disk, "get_into")
     assert prefetches.start(NAMESPACE, hashes, order).started == len(made)
     assert node.saves.drain(PATIENCE_S), "none has come to memory yet"
-    gate.set()
+    read_file.go.set()
     wait_until(lambda: fetches_of(node.core) == 0)
     assert node.saves.drain(PATIENCE_S)
     assert node.stored == set(paths(made))
@@ -128,7 +100,7 @@ def test_what_the_disk_loses_is_a_miss_and_is_not_found_again(is_known: bool, ma
         node.spill.forget(paths(made)[0])
         assert node.held == set(paths(made[1:]))
     else:
-        (file,) = node.folder_of_disk.rglob(node.disk._name(paths(made)[0]))
+        file = node.disk.folder.path / node.disk._name(paths(made)[0])
         content = bytearray(file.read_bytes())
         content[-1] ^= 1
         file.write_bytes(content)

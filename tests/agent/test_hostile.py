@@ -3,7 +3,9 @@
 import os
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +40,6 @@ from tests.support.steps import complete
 from tests.support.waiting import wait_until
 
 
-def paths(wanted: list[PayloadRequest]) -> list[str]:
-    return [one.claim.key.path() for one in wanted]
-
-
 def test_prefetches_at_the_same_moment_stay_within_their_share(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -57,20 +55,9 @@ def test_prefetches_at_the_same_moment_stay_within_their_share(
         return taken
 
     monkeypatch.setattr(prefetches, "_reserve", both_ask)
-    found: list[Any] = []
-    threads = [
-        threading.Thread(
-            target=lambda half=half: found.append(
-                prefetches.start(NAMESPACE, half, PrefetchOrder(PATIENCE_S))
-            )
-        )
-        for half in halves
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sum(one.started for one in found) == 4
+    start = partial(prefetches.start, NAMESPACE, order=PrefetchOrder(PATIENCE_S))
+    with ThreadPoolExecutor(2) as pool:
+        assert sum(one.started for one in pool.map(start, halves)) == 4
     gate.set()
     wait_until(lambda: not node.arena_cache.leased())
 
@@ -94,7 +81,7 @@ def test_what_a_reader_rejects_while_it_arrives_is_served_to_nobody_else(node: N
     wait_until(lambda: node.index.find(NAMESPACE, [key.prefix_hash], (key.field,)) == [None])
     gate.set()
     assert ended(first, lease).state is CellState.READY
-    assert node.arena_cache.contains_ready(paths([wanted])) == [False]
+    assert node.arena_cache.contains_ready([wanted.claim.key.path()]) == [False]
     (again,) = opened(node.connect(), [wanted])
     assert again.cell != lease.cell
     assert is_consistent(node.arena_cache)

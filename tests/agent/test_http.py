@@ -24,17 +24,8 @@ from objkv.agent.http.metrics import LEVELS, PREFIX, TOTALS
 from objkv.agent.messages import VERSION
 from objkv.ops.agent_api import AgentApi
 from objkv.ops.top import values_of
-from tests.agent.world import (
-    PATIENCE_S,
-    REPLICAS,
-    Node,
-    down,
-    ended,
-    gated,
-    loaded,
-    opened,
-    serving,
-)
+from tests.agent import world
+from tests.agent.world import PATIENCE_S, REPLICAS, Node, down, gated, loaded, opened, serving
 from tests.support.samples import IDENTITY, NAMESPACE, TOKENS, save_identity
 from tests.support.waiting import wait_until
 
@@ -303,7 +294,7 @@ def test_metrics_are_whole_from_the_start_and_levels_fall_again(node: Node, rout
     assert values[f"{PREFIX}arena_bytes"] == node.arena_cache.total_bytes
     client = node.connect()
     lease, *others = opened(client, node.save())
-    sizes = [ended(client, one).nbytes for one in (lease, *others)]
+    sizes = [world.ended(client, one).nbytes for one in (lease, *others)]
     client.release([one.number for one in others])
     wait_until(lambda: node.arena_cache.leased() == 1)
     assert page.count("# HELP ") == page.count("# TYPE ") == 1 + len(values)

@@ -1,7 +1,6 @@
 """Payloads of which each rank hands over a part: whole or not at all, whatever ranks and replicas
 do, and in memory that is bounded and given back."""
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import permutations
@@ -14,13 +13,13 @@ from hypothesis import strategies as st
 from objkv.agent import saves as joins
 from objkv.agent.memory.arena import PAGE
 from objkv.agent.messages import Commit, CommitStatus, Drop, SavedPart
-from objkv.agent.outbox import ClientOutbox, Outbox
+from objkv.agent.outbox import ClientOutbox
 from objkv.cache.chunks import shard_record
 from objkv.codec.payload import Claim, Provenance, frame_pages, read_header
 from objkv.codec.values import RAW_BYTES_MAX
 from objkv.keys.chunk import ChunkKey
 from tests.agent.consistency import is_consistent
-from tests.agent.world import PATIENCE_S, Desk, Node, making, outbox_of, payloads
+from tests.agent.world import PATIENCE_S, Desk, Make, Node, making, outbox_of, payloads
 from tests.codec.parts import WHOLE, Grid, Piece
 from tests.contracts.clock import ManualClock
 from tests.support.samples import NAMESPACE
@@ -97,13 +96,13 @@ class JoiningNode(Node):
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., Node]]:
+def make() -> Iterator[Make]:
     with making(JoiningNode) as make:
         yield make
 
 
 @pytest.fixture
-def node(make: Callable[..., Node]) -> Node:
+def node(make: Make) -> Node:
     return make()
 
 
@@ -334,9 +333,7 @@ def test_a_stored_payload_is_one_save_of_one_replica(events: list[Any]) -> None:
     node.close()
 
 
-def test_the_first_part_decides_whether_the_payload_is_saved_at_once(
-    make: Callable[..., Node],
-) -> None:
+def test_the_first_part_decides_whether_the_payload_is_saved_at_once(make: Make) -> None:
     node = make(holds_back=True)
     assert all_of(node, PIECES) == [PART] * 3 + [CommitStatus.HELD_BACK]
     assert not stored(node)
@@ -348,9 +345,7 @@ def test_the_first_part_decides_whether_the_payload_is_saved_at_once(
 # Bounded memory.
 
 
-def test_open_joins_take_at_most_a_quarter_of_the_arena(
-    make: Callable[..., Node], clock: ManualClock
-) -> None:
+def test_open_joins_take_at_most_a_quarter_of_the_arena(make: Make, clock: ManualClock) -> None:
     node = make(memory=64 * PAGE)
     begun = 0
     while hand_over(node, pieces_of(begun)[0]) is PART:
@@ -390,43 +385,20 @@ def test_an_agent_knows_a_bounded_number_of_joins(
 # By the socket.
 
 
-class Rank:
-    """A worker's connection, and the outbox behind it."""
+class Rank(Desk):
+    """A worker that is connected, and hands over parts."""
 
-    def __init__(self, node: Node, replica: str) -> None:
-        self.box = Outbox(4 * PAGE)
-        self.agent = node.connect(wants_arena=False, outbox=self.box.fd, replica=replica)
+    def __init__(self, node: Node, replica: str = "engine-1") -> None:
+        super().__init__(node, replica=replica)
+        self.saves._reach()
 
     def commit(self, piece: Piece, number: int = 1) -> CommitStatus:
-        os.pwrite(self.box.fd, piece.payload, 0)
-        part = SavedPart(number, piece.position)
-        (status,) = self.agent.commit([Commit(0, len(piece.payload), part=part)])
-        return status
-
-    def close(self) -> None:
-        self.agent.close()
-        self.box.close()
+        return self.hand_over(piece.payload, part=SavedPart(number, piece.position))
 
 
-@pytest.fixture
-def ranks(node: Node) -> Iterator[Callable[[str], Rank]]:
+def test_with_the_last_connection_of_a_replica_its_parts_go(node: Node) -> None:
     node.listen()
-    made: list[Rank] = []
-
-    def rank(replica: str) -> Rank:
-        made.append(Rank(node, replica))
-        return made[-1]
-
-    yield rank
-    for one in made:
-        one.close()
-    wait_until(lambda: not node.server.clients)
-
-
-def test_with_the_last_connection_of_a_replica_its_parts_go(
-    node: Node, ranks: Callable[[str], Rank]
-) -> None:
-    a, b, stranger = ranks("engine-1"), ranks("engine-1"), ranks("engine-2")
+    a, b, stranger = Rank(node), Rank(node), Rank(node, "engine-2")
     assert a.commit(PIECES[0]) is PART
     assert stranger.commit(pieces_of(1)[0]) is PART
     a.close()
@@ -436,7 +408,7 @@ def test_with_the_last_connection_of_a_replica_its_parts_go(
     b.close()
     wait_until(lambda: node.arena_cache.leased() == 1)
     assert len(node.cache.in_flight) == 1
-    again = ranks("engine-1")
+    again = Rank(node)
     assert [again.commit(piece) for piece in PIECES[2:]] == [PART] * 2
     again.close()
     stranger.close()
@@ -446,22 +418,16 @@ def test_with_the_last_connection_of_a_replica_its_parts_go(
 
 def test_a_worker_that_drops_its_part_tells_the_agent(node: Node) -> None:
     node.listen()
-    a, b = Desk(node, replica="engine"), Desk(node, replica="engine")
-    key = claim_of(0).key
+    a, b = Rank(node), Rank(node)
     for number, (piece, other) in enumerate([(PIECES[0], PIECES[1]), (PIECES[1], PIECES[0])]):
-        part, missing = (SavedPart(number, one.position) for one in (piece, other))
-        assert a.hand_over(piece.payload, part=part) is CommitStatus.PART
-        b.saves.drop(key.path(), missing)
+        assert a.commit(piece, number) is PART
+        b.saves.drop(PATH, SavedPart(number, other.position))
         assert node.arena_cache.leased() == 1
         b.saves.send_drops()
         wait_until(lambda: nothing_is_left(node))
-        part = SavedPart(number, PIECES[2].position)
-        assert b.hand_over(PIECES[2].payload, part=part) is CommitStatus.DROPPED
-    parts = [(desk, piece) for desk, piece in zip([a, b] * 2, PIECES, strict=True)]
-    outcomes = [
-        desk.hand_over(piece.payload, part=SavedPart(2, piece.position)) for desk, piece in parts
-    ]
-    assert outcomes == [CommitStatus.PART] * 3 + [CommitStatus.ACCEPTED]
+        assert b.commit(PIECES[2], number) is DROPPED
+    outcomes = [rank.commit(one, 2) for rank, one in zip([a, b] * 2, PIECES, strict=True)]
+    assert outcomes == [PART] * 3 + [ACCEPTED]
     assert stored(node)
-    for desk in (a, b):
-        desk.close()
+    for rank in (a, b):
+        rank.close()

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -23,26 +23,33 @@ import redis
 
 from objkv.agent.client import AgentConnection, AgentRefused, is_listening
 from objkv.agent.http import listener
-from objkv.agent.memory.arena import BOARD_BYTES
+from objkv.agent.memory.arena import BOARD_BYTES, CellState
 from objkv.agent.messages import Drop
 from objkv.agent.server import AgentServer
 from objkv.assembly import agent as agent_module
-from objkv.assembly import launch
+from objkv.assembly import fetchers, launch
 from objkv.assembly.agent import NodeAgent
+from objkv.assembly.backends import open_backends
+from objkv.assembly.fetchers import open_s3, process_count
 from objkv.assembly.launch import IDLE_EXIT_S, AgentRuns, AgentSocket, failure_of, start_agent
 from objkv.assembly.link import AgentLink, Replica
-from objkv.cache.chunks import CacheSettings
-from objkv.config import Config, node
+from objkv.cache.chunks import CacheSettings, shard_record
+from objkv.codec.payload import Claim, LayerSpec, Provenance, encode, read_header
+from objkv.config import Config, load_config, node
 from objkv.config.node import agent_environment, agent_socket, http_path, replica_socket
 from objkv.errors import ConfigError, StoreUnavailable, TransferError
+from objkv.index.base import ChunkEntry
 from objkv.index.redis.index import RedisIndex
 from objkv.keys.chunk import ChunkKey
-from objkv.telemetry import MemoryRecorder
+from objkv.telemetry import MemoryRecorder, NullRecorder
 from tests.agent.test_http import Router
-from tests.agent.world import Node, payloads
+from tests.agent.world import Node, Paused, ended, opened, payloads, raising, wanted_of
 from tests.contracts.clock import ManualClock
 from tests.support.agents import AgentProcess, agent_folder
-from tests.support.samples import NAMESPACE
+from tests.support.samples import CHUNK, NAMESPACE
+from tests.support.servers.certificates import make_certificates
+from tests.support.servers.process import has_ended
+from tests.support.servers.quick_s3 import QuickS3
 from tests.support.servers.redis import RedisServer
 from tests.support.waiting import PATIENCE_S, wait_until
 
@@ -179,9 +186,9 @@ def test_a_socket_that_was_removed_is_made_again_and_keeps_its_clients(
 @pytest.mark.parametrize(
     ("place", "name", "error", "socket_of"),
     [
-        (launch, "new_socket", partial(OSError, errno.EMFILE, "too many open files"), Path),
-        (launch, "bind_private", MemoryError, Path),
-        (listener, "Thread", RuntimeError, http_path),
+        (launch, "new_socket", OSError(errno.EMFILE, "too many open files"), Path),
+        (launch, "bind_private", MemoryError(), Path),
+        (listener, "Thread", RuntimeError(), http_path),
     ],
 )
 def test_an_agent_that_cannot_listen_again_at_once_goes_on_and_tries_again(
@@ -190,21 +197,16 @@ def test_an_agent_that_cannot_listen_again_at_once_goes_on_and_tries_again(
     monkeypatch: pytest.MonkeyPatch,
     place: Any,
     name: str,
-    error: Callable[[], Exception],
+    error: Exception,
     socket_of: Callable[[Path], Path],
 ) -> None:
-    refused, usual = threading.Event(), getattr(place, name)
-
-    def once(*given: Any, **named: Any) -> Any:
-        if not refused.is_set():
-            refused.set()
-            raise error()
-        return usual(*given, **named)
-
     with running(config, path, monkeypatch):
-        monkeypatch.setattr(place, name, once)
-        socket_of(path).unlink()
-        assert refused.wait(PATIENCE_S)
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, raising(error))
+            refused = Paused(place, name)
+            socket_of(path).unlink()
+            assert refused.begun.wait(PATIENCE_S)
+        refused.go.set()
         wait_until(lambda: is_well(path))
 
 
@@ -239,6 +241,12 @@ def test_an_agent_that_starts_again_has_the_leases_of_the_one_that_was_killed(
     killed, again, other, contained = owners
     assert again == killed
     assert len({killed, other, contained}) == 3, "a container's path is another folder's"
+
+
+def looks(agent: NodeAgent) -> None:
+    """Have an agent look once at all that it does from time to time."""
+    ended = iter([False, True])
+    agent.run(lambda _: next(ended))
 
 
 def test_an_agent_answers_at_its_address(config: Config, path: Path) -> None:
@@ -347,8 +355,7 @@ def test_an_agent_gives_up_late_parts_also_if_nobody_says_anything(
         agent.saves.joins.drop(b"", Drop(1, 2, ChunkKey(NAMESPACE, bytes(20), 0).path()))
         clock.advance(config.save_deadline_ms / 1000)
         assert len(agent.saves.joins)
-        looks = iter([False, True])
-        agent.run(lambda _: next(looks))
+        looks(agent)
         assert not len(agent.saves.joins)
 
 
@@ -365,8 +372,7 @@ def test_the_totals_of_an_agent_that_saves_no_more_are_sent_in_time(
         Node.commit_one(agent, payloads()[0])  # type: ignore[arg-type]
         assert agent.saves.drain(PATIENCE_S)
         assert totals.usage() == []
-        looks = iter([False, True])
-        agent.run(lambda _: next(looks))
+        looks(agent)
         assert agent.saves.drain(PATIENCE_S)
         assert [one.payloads for one in totals.usage()] == [1]
 
@@ -425,9 +431,7 @@ def test_names_of_sockets_tell_nothing_of_the_settings(
 def test_a_replica_that_cannot_start_an_agent_goes_on(
     config: Config, path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    def read_only(*_: object, **__: object) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
-
+    read_only = raising(OSError(errno.EROFS, "Read-only file system"))
     if fault == "shell":
         monkeypatch.setattr(subprocess, "run", read_only)
     elif fault == "note":
@@ -549,13 +553,7 @@ def test_the_command_says_where_it_serves_and_ends_in_order(tmp_path: Path) -> N
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert resource.prlimit(agent.process.pid, resource.RLIMIT_NOFILE) == (hard, hard)
         wait_until(lambda: f"serving {agent.path}" in agent.log())
-        again = subprocess.run(
-            [sys.executable, "-m", "objkv", "agent", "--socket", str(agent.path)],
-            env=os.environ | {f"OBJKV_{n.upper()}": v for n, v in settings.items()},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        again = run_agent(settings, agent.path)
         assert again.returncode == 2
         assert "another agent serves" in again.stderr
         assert agent.end()["saves"] == 0
@@ -580,6 +578,19 @@ def test_a_store_that_hangs_is_checked_by_one_thread(monkeypatch: pytest.MonkeyP
     go_on.set()
 
 
+def run_agent(
+    settings: Mapping[str, str], path: Path, *options: str
+) -> "subprocess.CompletedProcess[str]":
+    """The command, if it ends by itself."""
+    return subprocess.run(
+        [sys.executable, "-m", "objkv", "agent", "--socket", str(path), *options],
+        env=os.environ | {f"OBJKV_{name.upper()}": value for name, value in settings.items()},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
 @pytest.mark.slow
 def test_an_agent_that_nobody_uses_ends(config: Config, path: Path) -> None:
     start_agent(path, agent_environment(config), idle_s=1)
@@ -589,3 +600,73 @@ def test_an_agent_that_nobody_uses_ends(config: Config, path: Path) -> None:
     assert is_listening(path)
     client.close()
     wait_until(lambda: not path.exists())
+
+
+# Processes of an agent that fetches by TLS: how many, and that none outlives it.
+
+
+LAYER = LayerSpec("l", "BF16", (2, 2, 72, 8192))
+"""Larger than a range."""
+KEYS = [ChunkKey(NAMESPACE, bytes([number]) * 20, 0) for number in range(6)]
+S3_SETTINGS = {
+    "bulk_url": "s3://bucket/kv",
+    "s3_region": "us-east-1",
+    "s3_addressing": "path",
+    "s3_access_key_id": "test",
+    "s3_secret_access_key": "testsecret",
+}
+
+
+@pytest.mark.slow
+def test_all_processes_end_with_a_killed_agent(tmp_path: Path) -> None:
+    certificates = make_certificates(tmp_path / "tls")
+    constants = {"objkv.assembly.fetchers.process_count": 1}
+    with QuickS3(tls=certificates) as server:
+        settings = S3_SETTINGS | {
+            "index_url": f"sqlite://{tmp_path}/index",
+            "s3_endpoint_url": server.url,
+            "s3_ca_bundle": str(certificates / "ca.pem"),
+            "load_deadline_ms": "60000",
+            "agent_memory_bytes": "20MiB",  # of four payloads
+        }
+        with open_backends(load_config(settings, environ={}), NullRecorder()) as backends:
+            for key in KEYS:
+                claim, made = Claim(key, bytes(20), 0, CHUNK), Provenance("0" * 64, "w", 1)
+                payload = encode(
+                    claim, [LAYER], [bytes(LAYER.nbytes)], codec="none", provenance=made
+                )
+                backends.bulk.put(key.path(), payload)
+                entry = ChunkEntry(NAMESPACE, key.prefix_hash, bytes(20), 0, CHUNK)
+                record = shard_record(read_header(payload))
+                backends.index.publish(entry, {key.field: record}, ttl_s=3_600)
+            wanted = wanted_of(backends.index, KEYS)
+        with AgentProcess(settings, constants=constants) as agent:
+            client = AgentConnection(agent.path, wants_arena=True, call_s=PATIENCE_S)
+
+            def is_used() -> bool:
+                for one in wanted:
+                    (lease,) = opened(client, [one])
+                    assert ended(client, lease).state is CellState.READY
+                    client.release([lease.number])
+                return agent.metrics()["fetch_process_gets_total"] > 0
+
+            wait_until(is_used)
+            pids = agent.fetchers()
+            assert pids
+            client.close()
+            agent.kill()
+            for pid in pids:
+                wait_until(partial(has_ended, pid))
+
+
+@pytest.mark.parametrize(
+    ("given", "cores", "expected"),
+    [({}, 64, 4), ({}, 16, 2), ({}, 7, 0), ({"s3_endpoint_url": "http://127.0.0.1:1"}, 64, 0)],
+)
+def test_processes_are_as_many_as_tls_and_cores_ask_for(
+    given: dict[str, str], cores: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetchers, "host_cores", lambda: cores)
+    usual = {"s3_endpoint_url": "https://127.0.0.1:1"}
+    config = load_config(S3_SETTINGS | usual | given, environ={})
+    assert process_count(open_s3(config)) == expected

@@ -1,8 +1,7 @@
 """The layouts of payloads: what a number promises, however a payload came to the arena."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from threading import Event
 from typing import Any
 
 import pytest
@@ -13,17 +12,9 @@ from objkv.agent.fill import UNKNOWN, KnownLayouts, PayloadRequest
 from objkv.agent.memory.arena import CellState
 from objkv.agent.messages import Claims, Commit, CommitStatus, MissReason, SavedPart, Urgency
 from objkv.codec.payload import Claim, LayerSpec, read_header
+from tests.agent import world
 from tests.agent.consistency import keeps_promises
-from tests.agent.world import (
-    PATIENCE_S,
-    Node,
-    claims_of,
-    ended,
-    making,
-    opened,
-    outbox_of,
-    payloads,
-)
+from tests.agent.world import PATIENCE_S, Make, Paused, claims_of, ended, making, opened, payloads
 from tests.codec.parts import Grid
 from tests.support.samples import NAMESPACE
 
@@ -70,8 +61,8 @@ def test_those_beyond_the_limit_have_no_number(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., Node]]:
-    with making(lambda **options: Node(**options).listen()) as make:
+def make() -> Iterator[Make]:
+    with making(lambda **options: world.Node(**options).listen()) as make:
         yield make
 
 
@@ -97,7 +88,7 @@ def layouts_of(client: AgentConnection, wanted: list[PayloadRequest]) -> list[in
 
 
 def test_payloads_that_were_handed_over_have_the_layout_of_those_that_are_fetched(
-    make: Callable[..., Node],
+    make: Make,
 ) -> None:
     node = make(holds_back=True)
     first, *_ = node.save()
@@ -109,11 +100,11 @@ def test_payloads_that_were_handed_over_have_the_layout_of_those_that_are_fetche
     assert (answer.progress.state, answer.progress.layout) == (CellState.READY, 1)
 
 
-def test_a_joined_payload_has_a_layout(make: Callable[..., Node]) -> None:
+def test_a_joined_payload_has_a_layout(make: Make) -> None:
     node = make()
     pieces = Grid((2, 1)).pieces(read_header(payloads()[0]).claim)
     for piece in pieces:
-        with outbox_of(piece.payload) as outbox:
+        with world.outbox_of(piece.payload) as outbox:
             commit = Commit(0, len(piece.payload), part=SavedPart(1, piece.position))
             status = node.saves.commit(outbox, commit, b"one")
     assert status is CommitStatus.ACCEPTED
@@ -134,7 +125,7 @@ def is_refused(client: AgentConnection, wanted: PayloadRequest, change: dict[str
 @pytest.mark.parametrize("change", OTHERS, ids=["parent", "start", "end"])
 @pytest.mark.parametrize("is_stored", [True, False])
 def test_a_payload_that_is_not_as_opened_is_a_miss_and_is_rejected(
-    make: Callable[..., Node], change: dict[str, Any], is_stored: bool
+    make: Make, change: dict[str, Any], is_stored: bool
 ) -> None:
     node = make(holds_back=True)
     wanted, client = node.save()[1], node.connect()
@@ -152,19 +143,13 @@ def test_a_payload_that_is_not_as_opened_is_a_miss_and_is_rejected(
 
 @pytest.mark.parametrize("change", OTHERS, ids=["parent", "start", "end"])
 def test_who_opens_what_comes_as_another_claim_gets_nothing_of_it(
-    make: Callable[..., Node], change: dict[str, Any]
+    make: Make, change: dict[str, Any]
 ) -> None:
     node = make()
-    wanted, client, inside, goes_on = node.save()[1], node.connect(), Event(), Event()
-
-    def wait(_: str) -> None:
-        inside.set()
-        assert goes_on.wait(PATIENCE_S)
-
-    node.store.on_get = wait
+    wanted, client, get = node.save()[1], node.connect(), Paused(node.store, "on_get")
     (before,) = opened(client, [wanted])
-    assert inside.wait(PATIENCE_S)
+    assert get.begun.wait(PATIENCE_S)
     is_refused(client, wanted, change)
     assert node.arena_cache.leased() == 1
-    goes_on.set()
+    get.go.set()
     assert ended(client, before).state is CellState.READY

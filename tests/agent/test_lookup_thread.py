@@ -19,7 +19,7 @@ from objkv.cache.lookup import LookupLimits, LookupService
 from objkv.errors import StoreUnavailable
 from objkv.index.base import ShardRecords
 from objkv.telemetry import MemoryRecorder
-from tests.agent.world import Node
+from tests.agent.world import Node, Paused
 from tests.support.samples import NAMESPACE
 from tests.support.waiting import PATIENCE_S, wait_until
 
@@ -33,10 +33,9 @@ class Replica:
     """The lookups of a scheduler, and an index of the agent that can be made to hang."""
 
     def __init__(self, node: Node) -> None:
-        self.node, self.gate = node, Event()
         self.known = [one.claim.key.prefix_hash for one in node.save()]
-        self.hanging = list[bytes]()
-        find, touch = node.index.find, node.index.touch
+        self.node, self.hanging = node, list[bytes]()
+        find, self.gate = node.index.find, Paused(node.index, "touch").go
 
         def slow(namespace: str, hashes: Sequence[bytes], fields: Sequence[str]) -> Any:
             if not hashes[0].strip(b"x"):
@@ -44,12 +43,7 @@ class Replica:
                 assert self.gate.wait(PATIENCE_S)
             return find(namespace, hashes, fields)
 
-        def slow_touch(*given: Any, **how: Any) -> None:
-            assert self.gate.wait(PATIENCE_S)
-            touch(*given, **how)
-
         node.index.find = slow  # type: ignore[method-assign]
-        node.index.touch = slow_touch  # type: ignore[method-assign]
         self.calls = AgentCalls(lambda: node.connect(wants_arena=False))
         self.recorder = MemoryRecorder()
         limits = LookupLimits(PATIENCE_S, queue_max=10_000)
@@ -362,22 +356,17 @@ def test_closing_takes_no_longer_than_what_has_begun(
 def test_a_connection_that_comes_too_late_is_closed(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reached, gate = list[AgentConnection](), Event()
-
-    def connect() -> AgentConnection:
-        reached.append(node.connect(wants_arena=False))
-        assert gate.wait(PATIENCE_S)
-        return reached[0]
-
-    calls, thread = AgentCalls(connect), StepThread("objkv-test", answer_s=PATIENCE_S)
+    connect = Paused(node, "connect")
+    calls = AgentCalls(lambda: node.connect(wants_arena=False))
+    thread = StepThread("objkv-test", answer_s=PATIENCE_S)
     monkeypatch.setattr(background, "JOIN_S", 0.0)
     asked = begun(thread, calls.find(NAMESPACE, [b"x" * 20], (FIELD,)))
-    wait_until(lambda: bool(reached))
+    assert connect.begun.wait(PATIENCE_S)
     thread.close(0.0)
     calls.close()
-    gate.set()
+    connect.go.set()
     assert isinstance(asked.exception(_SOON_S), StoreUnavailable)
-    assert not reached[0].is_open
+    assert not node.clients[0].is_open
 
 
 def test_a_question_that_closing_ends_is_no_failure(

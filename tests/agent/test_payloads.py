@@ -66,6 +66,28 @@ class Read(PayloadTransfer):
         return outcome
 
 
+class Agents(list[Node]):
+    """The agents of a node, one after the other."""
+
+    def connect(self, **more: Any) -> AgentConnection:
+        """A connection to the present one, if there is one."""
+        if not self:
+            raise TransferError("no agent")
+        return self[-1].connect(**more)
+
+    def replace(self) -> None:
+        """Start another one over the same stores."""
+        self.append(Node(store=self[-1].store, index=self[-1].index).listen())
+
+
+@pytest.fixture
+def agents() -> Iterator[Agents]:
+    agents = Agents()
+    yield agents
+    for node in agents:
+        node.close()
+
+
 @contextmanager
 def reading(connect: Any, clock: ManualClock | None = None) -> Iterator[PayloadReader]:
     """A reader, on a clock that stands still."""
@@ -195,23 +217,23 @@ def test_a_reader_that_fails_costs_one_payload_and_a_bug_what_is_being_opened(
         assert outcomes(reader, Read(one)) == [ReadOutcome.READ]
 
 
-def test_an_agent_that_ends_fails_what_is_open_and_not_what_an_end_of_a_read_asks_for() -> None:
+def test_an_agent_that_ends_fails_what_is_open_and_not_what_an_end_of_a_read_asks_for(
+    agents: Agents,
+) -> None:
     """Else one lost connection would fail all of a queue that feeds the reader piece by piece. The
     next agent serves."""
-    nodes = [Node().listen()]
-    one, *_ = nodes[0].save()
-    gate, read, then = gated(nodes[0]), Read(one), Read(one)
-    with reading(lambda **more: nodes[-1].connect(**more)) as reader:
+    agents.append(Node().listen())
+    one, *_ = agents[0].save()
+    gate, read, then = gated(agents[0]), Read(one), Read(one)
+    with reading(agents.connect) as reader:
         read.ended = lambda: reader.read([then])
         reader.read([read])
-        wait_until(lambda: nodes[0].arena_cache.leased() == 1)
-        nodes.append(Node(store=nodes[0].store, index=nodes[0].index).listen())
-        nodes[0].server.close()
+        wait_until(lambda: agents[0].arena_cache.leased() == 1)
+        agents.replace()
+        agents[0].server.close()
         assert read.outcome is ReadOutcome.FAILED
         gate.set()
         assert then.outcome is ReadOutcome.READ
-    for node in nodes:
-        node.close()
 
 
 def test_what_comes_just_when_nothing_waited_is_read(node: Node) -> None:
@@ -234,29 +256,21 @@ def test_what_comes_just_when_nothing_waited_is_read(node: Node) -> None:
         assert read.outcome is ReadOutcome.READ
 
 
-def test_an_agent_that_is_replaced_costs_nothing() -> None:
-    nodes = [Node().listen()]
-    one, *_ = nodes[0].save()
-    with reading(lambda **more: nodes[-1].connect(**more)) as reader:
+def test_an_agent_that_is_replaced_costs_nothing(agents: Agents) -> None:
+    agents.append(Node().listen())
+    one, *_ = agents[0].save()
+    with reading(agents.connect) as reader:
         assert outcomes(reader, Read(one)) == [ReadOutcome.READ]
-        nodes.append(Node(store=nodes[0].store, index=nodes[0].index).listen())
-        nodes[0].core.drain()
+        agents.replace()
+        agents[0].core.drain()
         assert outcomes(reader, Read(one)) == [ReadOutcome.READ]
-        assert len(nodes[1].clients) == 1
-    for node in nodes:
-        node.close()
+        assert len(agents[1].clients) == 1
 
 
-def test_without_an_agent_reads_fail_at_once_and_it_is_tried_again(node: Node) -> None:
+def test_without_an_agent_reads_fail_at_once_and_it_is_tried_again(agents: Agents) -> None:
+    node = Node().listen()
     one, *_ = node.save()
-    agents = list[Node]()
-
-    def connect(**more: Any) -> Any:
-        if not agents:
-            raise TransferError("no agent")
-        return agents[0].connect(**more)
-
-    with reading(connect) as reader:
+    with reading(agents.connect) as reader:
         assert outcomes(reader, Read(one)) == [ReadOutcome.FAILED]
         agents.append(node)
         wait_until(lambda: outcomes(reader, Read(one)) == [ReadOutcome.READ])
@@ -287,13 +301,13 @@ class Write(PayloadTransfer):
 
 @contextmanager
 def writing(
-    connect: Any,
+    node: Node | Agents,
     clock: ManualClock | None = None,
     nbytes_max: int = payload_bytes_max(LAYERS),
     **more: Any,
 ) -> Iterator[PayloadWriter]:
     """A writer, on a clock that stands still."""
-    clock = clock or ManualClock(0.0)
+    clock, connect = clock or ManualClock(0.0), partial(node.connect, wants_arena=False)
     writer = PayloadWriter(connect, nbytes_max, "samples", writer="w", clock=clock, **more)
     try:
         yield writer
@@ -310,7 +324,7 @@ def written(writer: PayloadWriter, *writes: Write) -> list[WriteOutcome]:
 
 def test_a_payload_that_is_written_is_saved_once(node: Node) -> None:
     one, again, other = Write(), Write(), Write(1)
-    with writing(partial(node.connect, wants_arena=False)) as writer:
+    with writing(node) as writer:
         accepted = WriteOutcome.ACCEPTED
         found = written(writer, one, again, other)
         assert found == [accepted, WriteOutcome.REPEATED, accepted]
@@ -321,15 +335,15 @@ def test_a_payload_that_is_written_is_saved_once(node: Node) -> None:
         header = read_header(payload)
         assert (header.claim, header.nbytes, header.provenance.writer) == (write.claim, nbytes, "w")
         assert [bytes(frame_pages(header, n, payload, None)) for n in range(2)] == RIGHT
-    with writing(partial(node.connect, wants_arena=False)) as writer:
+    with writing(node) as writer:
         assert written(writer, Write()) == [WriteOutcome.EXISTED]
 
 
 def test_what_cannot_be_written_costs_one_payload(node: Node) -> None:
-    with writing(partial(node.connect, wants_arena=False)) as writer:
+    with writing(node) as writer:
         found = written(writer, Write(fails=True), Write(1, deadline=0.0), Write(2))
         assert found == [WriteOutcome.FAILED, WriteOutcome.DROPPED, WriteOutcome.ACCEPTED]
-    with writing(partial(node.connect, wants_arena=False), nbytes_max=1) as writer:
+    with writing(node, nbytes_max=1) as writer:
         assert written(writer, Write()) == [WriteOutcome.FAILED]
 
 
@@ -347,7 +361,7 @@ def test_an_agent_that_saves_nothing_is_left_alone_for_a_while(
         return status
 
     clock = ManualClock(0.0)
-    with writing(partial(node.connect, wants_arena=False), clock) as writer:
+    with writing(node, clock) as writer:
         with monkeypatch.context() as patch:
             patch.setattr(node.saves, "commit", commit)
             *_, last = written(writer, Write(), Write(1), Write(2))
@@ -356,33 +370,25 @@ def test_an_agent_that_saves_nothing_is_left_alone_for_a_while(
         assert written(writer, Write(deadline=10.0)) == [WriteOutcome.ACCEPTED]
 
 
-def test_writes_without_an_agent_are_dropped_until_there_is_one(node: Node) -> None:
-    clock, agents = ManualClock(0.0), list[Node]()
-
-    def connect(**more: Any) -> Any:
-        if not agents:
-            raise TransferError("no agent")
-        return agents[-1].connect(wants_arena=False, **more)
-
-    with writing(connect, clock) as writer:
+def test_writes_without_an_agent_are_dropped_until_there_is_one(agents: Agents) -> None:
+    clock = ManualClock(0.0)
+    with writing(agents, clock) as writer:
         assert written(writer, Write()) == [WriteOutcome.FAILED]
-        agents.append(node)
+        agents.append(Node().listen())
         clock.advance(1.0)
         assert written(writer, Write()) == [WriteOutcome.ACCEPTED]
-        node.server.close()
+        agents[0].server.close()
         agents.append(Node().listen())
         assert written(writer, Write(1)) == [WriteOutcome.ACCEPTED]
     late = Write()
     writer.write(late)
     assert late.outcome is WriteOutcome.DROPPED
-    agents[-1].close()
 
 
 def test_who_writes_learns_what_is_held_back_and_may_forbid_it() -> None:
     node = Node(holds_back=True).listen()
-    connect = partial(node.connect, wants_arena=False)
-    with writing(connect) as writer:
+    with writing(node) as writer:
         assert written(writer, Write()) == [WriteOutcome.HELD_BACK]
-    with writing(connect, puts=True) as writer:
+    with writing(node, puts=True) as writer:
         assert written(writer, Write(1)) == [WriteOutcome.ACCEPTED]
     node.close()

@@ -5,7 +5,6 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -21,23 +20,11 @@ from objkv.agent.memory.arena import CellState
 from objkv.agent.messages import CommitStatus, MissReason, PrefetchOrder, Urgency
 from objkv.cache.switch import SWITCH_PATH
 from objkv.codec.payload import read_header
-from objkv.errors import StoreBusy, StoreDenied, StoreError, StoreUnavailable, TransferError
+from objkv.errors import StoreDenied, StoreError, StoreUnavailable, TransferError
 from objkv.keys.identity import identity_path
 from objkv.ops.agent_api import AgentApi
-from tests.agent.world import (
-    PATIENCE_S,
-    RIGHT,
-    Desk,
-    Node,
-    claims_of,
-    denied,
-    ended,
-    loaded,
-    opened,
-    pages_at,
-    payloads,
-    serving,
-)
+from tests.agent import world
+from tests.agent.world import PATIENCE_S, RIGHT, Desk, Node, denied, ended, loaded, opened, payloads
 from tests.support.samples import NAMESPACE
 from tests.support.steps import Completed, complete
 from tests.support.waiting import wait_until
@@ -71,7 +58,7 @@ def greeted(node: Node) -> socket.socket:
 def ask_for(sock: socket.socket, wanted: Sequence[PayloadRequest]) -> None:
     """Open payloads."""
     sock.send(
-        m.pack_open_request(m.OpenRequest(m.Urgency.BETWEEN_STEPS, 60_000, claims_of(wanted)))
+        m.pack_open_request(m.OpenRequest(m.Urgency.BETWEEN_STEPS, 60_000, world.claims_of(wanted)))
     )
     m.unpack_opened(sock.recv(1000), len(wanted))
 
@@ -101,7 +88,7 @@ def test_a_client_that_lies_harms_only_itself_and_keeps_its_memory_until_it_goes
     assert node.arena_cache.leased() == 3, "a device of the client may still read"
     liar.close()
     wait_until(lambda: node.arena_cache.leased() == 1)
-    assert pages_at(honest.arena.view, ended(honest, leases[0])) == RIGHT
+    assert world.pages_at(honest.arena.view, ended(honest, leases[0])) == RIGHT
     honest.release([leases[0].number])
 
 
@@ -113,7 +100,7 @@ def test_a_stranger_is_refused_also_if_it_is_the_agent(
     node: Node, monkeypatch: pytest.MonkeyPatch, mode: int, refusal: str
 ) -> None:
     node.folder.chmod(mode)
-    with serving(node):
+    with world.serving(node):
         monkeypatch.setattr(os, "geteuid", lambda: 4242)
         monkeypatch.setattr(peers, "_ROOT", 4243)
         with pytest.raises(TransferError, match=refusal):
@@ -189,7 +176,7 @@ def test_there_is_a_limit_of_clients_leases_and_deadlines(monkeypatch: pytest.Mo
     (over,) = opened(first, wanted[2:])
     assert (over.number, over.progress.state) == (0, CellState.FAILED)
     first.release([lease.number for lease in leases])
-    held = first.open(claims_of(wanted[:1]), deadline_s=1e9, urgency=Urgency.IN_STEP)
+    held = first.open(world.claims_of(wanted[:1]), deadline_s=1e9, urgency=Urgency.IN_STEP)
     (resident,) = node.arena_cache.peek([wanted[0].claim.key.path()])
     assert resident is not None
     assert resident.deadline <= monotonic() + 600
@@ -201,28 +188,25 @@ def test_there_is_a_limit_of_clients_leases_and_deadlines(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("place", "name", "error"),
     [
-        (threading.Thread, "start", RuntimeError),
-        (server_module, "Alarm", partial(OSError, errno.EMFILE, "too many open files")),
-        (server_module, "peer_of", MemoryError),
+        (threading.Thread, "start", RuntimeError()),
+        (server_module, "Alarm", OSError(errno.EMFILE, "too many open files")),
+        (server_module, "peer_of", MemoryError()),
     ],
 )
 def test_clients_are_accepted_again_whatever_went_wrong_with_one(
     monkeypatch: pytest.MonkeyPatch,
     place: object,
     name: str,
-    error: Callable[[], Exception],
+    error: Exception,
     clients_max: int,
 ) -> None:
     """A client is served, or refused, once there are threads, descriptors and memory again."""
-
-    def none_left(*_: object) -> None:
-        raise error()
 
     monkeypatch.setattr(server_module, "_PAUSE_S", 0.01)
     monkeypatch.setattr(server_module, "_CLIENTS_MAX", clients_max)
     node = Node().listen()
     with monkeypatch.context() as patch:
-        patch.setattr(place, name, none_left)
+        patch.setattr(place, name, world.raising(error))
         with pytest.raises(TransferError):
             node.connect()
     assert node.server.is_accepting
@@ -261,12 +245,9 @@ def test_those_beyond_the_limit_get_few_threads_and_one_line_of_log(
 def test_without_a_free_descriptor_there_is_no_agent(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def none_left(*_: object) -> Any:
-        raise OSError(24, "Too many open files")
-
     calls = AgentCalls(lambda: AgentConnection(node.path))
     with monkeypatch.context() as patch:
-        patch.setattr(socket, "socket", none_left)
+        patch.setattr(socket, "socket", world.raising(OSError(24, "Too many open files")))
         with pytest.raises(StoreUnavailable, match="Too many open files"):
             Completed(calls).run("get", path=SWITCH_PATH)
         assert not is_listening(node.path)
@@ -275,42 +256,40 @@ def test_without_a_free_descriptor_there_is_no_agent(
 
 def test_an_agent_that_never_answers_is_lost_in_time(node: Node) -> None:
     client = AgentConnection(node.path, call_s=1.0)
-    gate, answered = threading.Event(), list[bool]()
-    node.index.find = lambda *_: answered.append(gate.wait(20)) or []  # type: ignore[assignment, method-assign, func-returns-value]
+    find = world.Paused(node.index, "find")
     assert client.send(m.pack_find(NAMESPACE, [bytes(20)], ("0.L0-2_H0-2",)))
     assert client.receive() is None
     with pytest.raises(TransferError, match="no answer"):
         client.commit([m.Commit(0, 1)])
-    assert not answered
     assert not client.is_open
     with pytest.raises(TransferError, match="lost"):
         complete(client.find(NAMESPACE, [bytes(20)], ("0.L0-2_H0-2",)))
-    gate.set()
+    find.go.set()
     client.close()
 
 
 @pytest.fixture
 def calls(node: Node) -> Any:
     made = AgentCalls(lambda: node.connect(wants_arena=False))
-    yield made
+    yield Completed(made)
     made.close()
 
 
-def test_lookups_are_answered_from_one_board(node: Node, calls: AgentCalls) -> None:
-    wanted, index = node.save(), Completed(calls)
+def test_lookups_are_answered_from_one_board(node: Node, calls: Completed) -> None:
+    wanted = node.save()
     key = wanted[0].claim.key
     hashes = [one.claim.key.prefix_hash for one in wanted]
-    found = index.find(NAMESPACE, [*hashes, bytes(20)], [key.field])
+    found = calls.find(NAMESPACE, [*hashes, bytes(20)], [key.field])
     assert [None if one is None else dict(one) for one in found] == [
         *({key.field: one.record} for one in wanted),
         None,
     ]
-    assert None not in index.find(NAMESPACE, hashes, [key.field])
+    assert None not in calls.find(NAMESPACE, hashes, [key.field])
     node.index.forget(NAMESPACE, key.prefix_hash, key.field, wanted[0].record)
-    assert index.find(NAMESPACE, hashes, [key.field])[0] is not None, "for a while"
-    assert index.lookup(NAMESPACE, hashes)[0] is None
-    assert index.lookup(NAMESPACE, hashes)[1] == node.index.lookup(NAMESPACE, hashes)[1]
-    assert index.find(NAMESPACE, [], [key.field]) == []
+    assert calls.find(NAMESPACE, hashes, [key.field])[0] is not None, "for a while"
+    assert calls.lookup(NAMESPACE, hashes)[0] is None
+    assert calls.lookup(NAMESPACE, hashes)[1] == node.index.lookup(NAMESPACE, hashes)[1]
+    assert calls.find(NAMESPACE, [], [key.field]) == []
 
 
 def test_a_client_remembers_a_bounded_number_of_blocks(
@@ -328,23 +307,23 @@ def test_a_client_remembers_a_bounded_number_of_blocks(
 
 @pytest.mark.parametrize("is_missing", [True, False])
 def test_a_payload_that_was_missed_is_not_found_again(
-    node: Node, calls: AgentCalls, is_missing: bool
+    node: Node, calls: Completed, is_missing: bool
 ) -> None:
-    wanted, index = node.save(), Completed(calls)
+    wanted = node.save()
     key = wanted[0].claim.key
     hashes = [one.claim.key.prefix_hash for one in wanted]
-    assert None not in index.find(NAMESPACE, hashes, [key.field])
+    assert None not in calls.find(NAMESPACE, hashes, [key.field])
     if is_missing:
         node.store.delete(key.path())
     else:
         node.store.put(key.path(), bytes(wanted[0].record.nbytes))
     (missed,) = loaded(node.connect(), wanted[:1])
     assert missed.reason == (MissReason.MISSING if is_missing else MissReason.CORRUPT)
-    assert index.find(NAMESPACE, hashes, [key.field])[0] is None
+    assert calls.find(NAMESPACE, hashes, [key.field])[0] is None
 
 
 def test_all_records_of_a_long_prompt_are_touched_and_live_as_the_agent_says(
-    node: Node, calls: AgentCalls
+    node: Node, calls: Completed
 ) -> None:
     """A replica that has only the socket has no time to live of its own."""
     touched, lives = list[bytes](), set[int]()
@@ -355,63 +334,61 @@ def test_all_records_of_a_long_prompt_are_touched_and_live_as_the_agent_says(
 
     node.index.touch = touch  # type: ignore[method-assign]
     hashes = [n.to_bytes(20, "big") for n in range(4000)]
-    Completed(calls).touch(NAMESPACE, hashes, ttl_s=1)
+    calls.touch(NAMESPACE, hashes, ttl_s=1)
     assert (touched, lives) == (hashes, {3600})
 
 
 def test_identities_can_be_made_and_read_the_switch_read_and_nothing_else(
-    node: Node, calls: AgentCalls
+    node: Node, calls: Completed
 ) -> None:
-    documents = Completed(calls)
     path = identity_path(NAMESPACE)
-    assert documents.get(path, 0, 100) is None
-    assert documents.put_if_absent(path, b"document")
-    assert not documents.put_if_absent(path, b"other")
-    assert documents.get(path, 2, 100) == b"cument"
+    assert calls.get(path, 0, 100) is None
+    assert calls.put_if_absent(path, b"document")
+    assert not calls.put_if_absent(path, b"other")
+    assert calls.get(path, 2, 100) == b"cument"
     node.store.put(SWITCH_PATH, b"{}")
-    assert documents.get(SWITCH_PATH, 0, 100) == b"{}"
+    assert calls.get(SWITCH_PATH, 0, 100) == b"{}"
     many = bytes(range(256)) * 500
     node.store.put(SWITCH_PATH, many)
-    assert documents.get(SWITCH_PATH, 0, 1 << 20) == many
-    assert documents.get(SWITCH_PATH, 7, 40_000) == many[7:40_000]
+    assert calls.get(SWITCH_PATH, 0, 1 << 20) == many
+    assert calls.get(SWITCH_PATH, 7, 40_000) == many[7:40_000]
     node.store.put(SWITCH_PATH, many[: client_module.DOCUMENT_BYTES_MAX])
-    assert documents.get(SWITCH_PATH, 0, 1 << 20) == many[: client_module.DOCUMENT_BYTES_MAX]
+    assert calls.get(SWITCH_PATH, 0, 1 << 20) == many[: client_module.DOCUMENT_BYTES_MAX]
     with pytest.raises(StoreDenied, match="no access"):
-        documents.put_if_absent(SWITCH_PATH, b"of a client")
+        calls.put_if_absent(SWITCH_PATH, b"of a client")
     payload = node.save()[0].claim.key.path()
     for wrong in (payload, "../x", f"{path}/x"):
         with pytest.raises(StoreDenied, match="no access"):
-            documents.get(wrong, 0, 10)
+            calls.get(wrong, 0, 10)
         with pytest.raises(StoreDenied, match="no access"):
-            documents.put_if_absent(wrong, b"x")
+            calls.put_if_absent(wrong, b"x")
     with pytest.raises(StoreError, match="bytes"):
-        documents.put_if_absent(path, bytes(m.MESSAGE_BYTES_MAX))
+        calls.put_if_absent(path, bytes(m.MESSAGE_BYTES_MAX))
 
 
 def test_a_replica_prefetches_in_calls_of_bounded_length(
-    node: Node, calls: AgentCalls, monkeypatch: pytest.MonkeyPatch
+    node: Node, calls: Completed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_module, "_CHUNKS_MAX", 2)
     wanted = node.save(range(1000, 1000 + 16 * 7))
     hashes = [one.claim.key.prefix_hash for one in wanted]
     nbytes = wanted[0].record.raw_bytes
-    assert Completed(calls).prefetch(NAMESPACE, hashes, PrefetchOrder(60.0, 0, 3 * nbytes)) == 3
+    assert calls.prefetch(NAMESPACE, hashes, PrefetchOrder(60.0, 0, 3 * nbytes)) == 3
     wait_until(lambda: not node.arena_cache.leased())
     hashes.insert(5, bytes(20))
-    assert Completed(calls).prefetch(NAMESPACE, hashes, PrefetchOrder(60)) == 2
+    assert calls.prefetch(NAMESPACE, hashes, PrefetchOrder(60)) == 2
     wait_until(lambda: not node.arena_cache.leased())
     found = node.arena_cache.contains_ready([one.claim.key.path() for one in wanted])
     assert found == [True] * 5 + [False] * 2
 
 
-def test_the_stores_errors_arrive_as_what_they_are(node: Node, calls: AgentCalls) -> None:
+def test_the_stores_errors_arrive_as_what_they_are(node: Node, calls: Completed) -> None:
     node.index.find = denied  # type: ignore[method-assign]
     node.index.touch = denied  # type: ignore[method-assign]
-    index = Completed(calls)
     with pytest.raises(StoreUnavailable, match="no rights"):
-        index.find(NAMESPACE, [bytes(20)], ["0.L0-2_H0-2"])
+        calls.find(NAMESPACE, [bytes(20)], ["0.L0-2_H0-2"])
     with pytest.raises(StoreDenied, match="no rights"):
-        index.touch(NAMESPACE, [bytes(20)], ttl_s=1)
+        calls.touch(NAMESPACE, [bytes(20)], ttl_s=1)
 
 
 def test_a_lost_connection_is_replaced(node: Node, caplog: pytest.LogCaptureFixture) -> None:
@@ -443,13 +420,13 @@ def test_what_was_handed_over_is_saved_and_resident(node: Node, desk: Desk) -> N
     made = payloads()
     assert [desk.hand_over(payload) for payload in made] == [CommitStatus.ACCEPTED] * 3
     assert node.saves.drain(PATIENCE_S)
-    keys = [read_header(payload).claim.key for payload in made]
+    keys = [claim.key for claim in world.claims_in(made)]
     assert [node.store.get(key.path()) for key in keys] == made
     client = node.connect()
     leases = opened(client, node.wanted(keys))
     assert [lease.progress.state for lease in leases] == [CellState.READY] * 3
     for lease in leases:
-        assert pages_at(client.arena.view, lease.progress) == RIGHT
+        assert world.pages_at(client.arena.view, lease.progress) == RIGHT
     client.release([lease.number for lease in leases])
     assert not node.store.gets
     assert desk.hand_over(made[0]) is CommitStatus.REPEATED
@@ -475,11 +452,8 @@ def test_no_wrong_payload_is_saved(node: Node, desk: Desk, spoil: Callable[[byte
 
 
 def test_an_overloaded_or_full_store_is_reported(node: Node, desk: Desk) -> None:
-    def busy(key: str, value: object) -> bool:
-        raise StoreBusy("slow down")
-
     first, second, third = payloads()
-    put, node.store.put_if_absent = node.store.put_if_absent, busy  # type: ignore[assignment, method-assign]
+    put, node.store.put_if_absent = node.store.put_if_absent, world.busy  # type: ignore[assignment, method-assign]
     desk.hand_over(first)
     wait_until(lambda: node.saves.is_shedding)
     assert desk.hand_over(second) is CommitStatus.SHED
@@ -493,11 +467,3 @@ def test_an_overloaded_or_full_store_is_reported(node: Node, desk: Desk) -> None
     assert desk.saves.has_room()
     node.cache.has_room = lambda: True  # type: ignore[method-assign]
     assert desk.hand_over(third) is CommitStatus.ACCEPTED
-
-
-def test_an_outbox_that_could_shrink_is_refused(node: Node) -> None:
-    fd = os.memfd_create("x", os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, 8192)
-    with pytest.raises(TransferError, match="not an agent"):
-        node.connect(outbox=fd)
-    os.close(fd)

@@ -1,12 +1,10 @@
 """An agent that is replaced while replicas use it: leases stay, and no load or save is lost."""
 
-import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -21,21 +19,12 @@ from objkv.assembly.launch import AgentRuns, AgentSocket
 from objkv.errors import TransferError
 from objkv.index.sqlite.index import SqliteIndex
 from objkv.stores.local import LocalStore
-from tests.agent.world import (
-    PATIENCE_S,
-    RIGHT,
-    Desk,
-    Node,
-    ended,
-    gated,
-    opened,
-    pages_at,
-    payloads,
-    wanted_of,
-)
+from tests.agent import world
+from tests.agent.test_launch import run_agent
+from tests.agent.world import PATIENCE_S, RIGHT, Desk, Node, Paused, ended, gated, opened, pages_at
 from tests.support.agents import AgentProcess
 from tests.support.samples import NAMESPACE, save
-from tests.support.steps import Completed, complete
+from tests.support.steps import Completed
 from tests.support.waiting import wait_until
 
 
@@ -96,28 +85,15 @@ def test_a_client_that_keeps_its_lease_is_waited_for_within_bounds(node: Node) -
 
 
 def test_a_client_that_is_being_answered_gets_its_answer(node: Node) -> None:
-    wanted, entered, gate = node.save(), threading.Event(), threading.Event()
-    find = node.index.find
-
-    def slow(*given: object) -> object:
-        entered.set()
-        gate.wait(PATIENCE_S)
-        return find(*given)  # type: ignore[arg-type]
-
-    node.index.find = slow  # type: ignore[assignment, method-assign]
+    key, find = node.save()[0].claim.key, Paused(node.index, "find")
     calls = AgentCalls(lambda: node.connect(wants_arena=False))
-    key = wanted[0].claim.key
-    found: list[object] = []
-    asking = threading.Thread(
-        target=lambda: found.extend(complete(calls.find(NAMESPACE, [key.prefix_hash], [key.field])))
-    )
-    asking.start()
-    assert entered.wait(PATIENCE_S)
-    old = Old(node)
-    gate.set()
-    asking.join(PATIENCE_S)
-    assert len(found) == 1
-    assert found[0] is not None
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(Completed(calls).find, NAMESPACE, [key.prefix_hash], [key.field])
+        assert find.begun.wait(PATIENCE_S)
+        old = Old(node)
+        find.go.set()
+        (found,) = asked.result(PATIENCE_S)
+    assert found is not None
     assert old.join() is True
     calls.close()
 
@@ -140,7 +116,7 @@ def next_one(node: Node) -> Iterator[Callable[[], Node]]:
 def test_lookups_and_saves_go_on_with_the_next_agent(
     node: Node, next_one: Callable[[], Node]
 ) -> None:
-    desk, made = Desk(node), payloads()
+    desk, made = Desk(node), world.payloads()
     calls = AgentCalls(lambda: node.connect(wants_arena=False))
     index = Completed(calls)
     desk.hand_over(made[0])
@@ -169,28 +145,17 @@ def test_a_load_that_an_old_agent_does_not_open_is_loaded_by_the_next(
     node: Node,
     next_one: Callable[[], Node],
     reader_over: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reader = reader_over(node.store, node.index, node.path)
     assert reader.can_load()
-    gate, entered, opening = threading.Event(), threading.Event(), AgentConnection.open
-
-    def held(agent: AgentConnection, *given: Any, **more: Any) -> Any:
-        if not entered.is_set():
-            entered.set()
-            gate.wait(PATIENCE_S)
-        return opening(agent, *given, **more)
-
-    monkeypatch.setattr(AgentConnection, "open", held)
-    loaded: list[bool] = []
-    loading = threading.Thread(target=lambda: loaded.append(reader.can_load()))
-    loading.start()
-    assert entered.wait(PATIENCE_S)  # between having seen its job and opening it
-    node.core.drain()
-    next_one()
-    gate.set()
-    loading.join(PATIENCE_S)
-    assert loaded == [True]
+    opening = Paused(reader.loader.link.agent, "open")
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(reader.can_load)
+        assert opening.begun.wait(PATIENCE_S)  # between having seen its job and opening it
+        node.core.drain()
+        next_one()
+        opening.go.set()
+        assert loading.result(PATIENCE_S)
     assert reader.can_load()
     assert reader.replica.recorder.value("load_errors") == 0
     reader.close()
@@ -206,7 +171,7 @@ def test_two_agents_change_places_under_a_lease(
         closing(SqliteIndex(tmp_path / "i")) as index,
         AgentProcess(settings) as old,
     ):
-        wanted = wanted_of(index, save(store, index))[:1]
+        wanted = world.wanted_of(index, save(store, index))[:1]
         reader = reader_over(store, index, old.path)
         assert reader.can_load()
         holder = AgentConnection(old.path, wants_arena=True, call_s=PATIENCE_S)
@@ -247,15 +212,7 @@ def test_an_agent_that_cannot_start_replaces_none(settings: dict[str, str], tmp_
                 ({"bulk_url": f"file://{tmp_path}/i"}, "bulk store"),  # a file
                 ({"agent_listen": foreign}, f"cannot listen on {foreign}"),
             ):
-                names = {f"OBJKV_{name.upper()}": v for name, v in (settings | wrong).items()}
-                command = [sys.executable, "-m", "objkv", "agent", "--socket", str(old.path)]
-                run = subprocess.run(
-                    [*command, "--replace"],
-                    capture_output=True,
-                    text=True,
-                    check=False,
-                    env=os.environ | names,
-                )
+                run = run_agent(settings | wrong, old.path, "--replace")
                 assert run.returncode == 2
                 assert reason in run.stderr
                 AgentConnection(old.path, call_s=PATIENCE_S).close()

@@ -8,7 +8,6 @@ payloads than one worker reads, so a lease that is lost shows as a load that fai
 disk with room for even fewer.
 """
 
-import argparse
 import random
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from objkv.keys.chunk import ChunkKey
 from objkv.stores.local import LocalStore
 from tests.agent.reader import load_by_agent
 from tests.crash.clients import PARTS_MAX, RANKS, STEP_S, Violation, check_right, claims_of
+from tests.crash.run import command
 from tests.support import samples
 from tests.support.agents import AgentProcess
 from tests.support.paged_cache import BLOCKS, HASHES, NAMESPACE, Replica, same_blocks
@@ -40,8 +40,6 @@ from tests.support.waiting import wait_until
 CHUNKS = 4
 _LATEST_S = 4e-3
 """A load takes about this long."""
-
-
 _SAVING_S = 30e-3
 """A payload is handed over and saved within a millisecond."""
 _JOIN_S = 3.0
@@ -50,8 +48,6 @@ _ARENA_PAYLOADS = CHUNKS + 2
 """Room for one payload that ranks join, at most a quarter of the arena."""
 _BATCH = 300
 """More payloads than a worker hands over before it is killed."""
-
-
 Client: TypeAlias = "subprocess.Popen[str]"
 
 
@@ -293,19 +289,10 @@ def run_rounds(rounds: int, seed: int) -> Counter[str]:
         return work.seen
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=1)
-    given = parser.parse_args()
-    try:
-        seen = run_rounds(given.rounds, given.seed)
-    except Violation as exc:
-        print(f"VIOLATION: {exc}", file=sys.stderr)
-        return 1
+def run(rounds: int, seed: int) -> None:
+    seen = run_rounds(rounds, seed)
     print(", ".join(f"{name}: {count}" for name, count in sorted(seen.items())))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(__doc__, run))

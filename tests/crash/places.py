@@ -7,7 +7,7 @@ import socket
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -151,12 +151,11 @@ def folder_place(*, own_index: bool = False) -> Iterator[Place]:
     either way, and no disk has to be waited for."""
     memory = Path("/dev/shm")  # noqa: S108  # a folder of its own is made in it
     parent = memory if os.access(memory, os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="objkv-crash-", dir=parent) as folder:
-        place = FolderPlace(Path(folder), own_index=own_index)
-        try:
-            yield place
-        finally:
-            place.close()
+    with (
+        tempfile.TemporaryDirectory(prefix="objkv-crash-", dir=parent) as folder,
+        closing(FolderPlace(Path(folder), own_index=own_index)) as place,
+    ):
+        yield place
 
 
 @contextmanager
@@ -165,12 +164,9 @@ def quick_place() -> Iterator[Place]:
         tempfile.TemporaryDirectory() as folder,
         valkey_server(Path(folder)) as valkey,
         quick_s3_process() as s3,
+        closing(ServerPlace(valkey, s3.url)) as place,
     ):
-        place = ServerPlace(valkey, s3.url)
-        try:
-            yield place
-        finally:
-            place.close()
+        yield place
 
 
 def _records(backends: Backends) -> list[tuple[str, bytes]]:

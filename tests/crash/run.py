@@ -33,14 +33,19 @@ def run_place(name: str, rounds: int, seed: int) -> Seen:
         return work.seen
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=1000, help="of all places together")
+def run(rounds: int, seed: int) -> None:
+    for name in PLACES:
+        print(name, run_place(name, rounds // len(PLACES), seed), flush=True)
+
+
+def command(text: str | None, run: Callable[[int, int], None]) -> int:
+    """Run the rounds that the command line asks for; its exit status."""
+    parser = argparse.ArgumentParser(description=text)
+    parser.add_argument("--rounds", type=int, default=1000, help="in all")
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
     try:
-        for name in PLACES:
-            print(name, run_place(name, given.rounds // len(PLACES), given.seed), flush=True)
+        run(given.rounds, given.seed)
     except Violation as exc:
         print(f"VIOLATION: {exc}", file=sys.stderr)
         return 1
@@ -48,4 +53,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(__doc__, run))

@@ -82,7 +82,9 @@ CALLS = (
 REQUESTS = [
     m.pack_open_request(m.OpenRequest(Urgency.IN_STEP, 1000, m.Claims.of(WANTED))),
     m.pack_open_request(m.OpenRequest(Urgency.PREFETCH, 1, m.Claims.of(WANTED[:1]))),
-    m.pack_rejection(WANTED[1]),
+    m.pack_open_request(
+        m.OpenRequest(Urgency.IN_STEP, 0, m.Claims.of(WANTED[1:2])), m.MessageKind.REJECT
+    ),
     m.pack_release([1, 2]),
     m.pack_release([1]),
     m.pack_find(NAMESPACE, HASHES, FIELDS[:1]),

@@ -101,7 +101,7 @@ class InsideConnection:
 
     def open(self, wanted: Claims, *, deadline_s: float, urgency: Urgency) -> list[ArenaLease]:
         answers = self._holder.lease(wanted, deadline_s=deadline_s, urgency=urgency)
-        return [lease_of(one, self.arena.board) for one in answers]
+        return [lease_of(one, self.arena) for one in answers]
 
     def release(self, leases: Sequence[int]) -> None:
         self._holder.end(leases)

@@ -13,24 +13,9 @@ from hmac import compare_digest
 from pathlib import Path
 from typing import Any
 
-from objkv.agent.http.listener import (
-    BODY_BYTES_MAX,
-    Bodies,
-    HttpListener,
-    StartResponse,
-    admit,
-    skip_body,
-)
-from objkv.agent.http.prompts import (
-    KNOWN,
-    WITH_TOKENS,
-    Body,
-    is_hex,
-    read_hashes,
-    read_order,
-    read_text,
-    refuse,
-)
+from objkv.agent.http import listener, prompts
+from objkv.agent.http.listener import Bodies, HttpListener, StartResponse, admit, skip_body
+from objkv.agent.http.prompts import Body
 from objkv.agent.http.status import NodeStatus
 from objkv.agent.prefetch import Prefetches
 from objkv.errors import ConfigError, ObjkvError
@@ -41,15 +26,16 @@ def read_json(content: bytes, *, is_local: bool) -> Body:
     """Return the object in a body. ``is_local``: the client is of the same user, so that it may
     name files. Raises ``ConfigError``, also for names that are not known."""
     if not content:
-        raise ConfigError(f"send a JSON object of at most {BODY_BYTES_MAX} bytes")
+        raise ConfigError(f"send a JSON object of at most {listener.BODY_BYTES_MAX} bytes")
     try:
         body = json.loads(content)
     except (ValueError, RecursionError) as exc:
         raise ConfigError(f"the body is not JSON: {exc}") from exc
     if not isinstance(body, dict):
         raise ConfigError("the body is not a JSON object")
-    if unknown := sorted(body.keys() - KNOWN):
-        raise ConfigError(f"{unknown[0][:100]!r} is unknown: use {', '.join(sorted(KNOWN))}")
+    if unknown := sorted(body.keys() - prompts.KNOWN):
+        known = ", ".join(sorted(prompts.KNOWN))
+        raise ConfigError(f"{unknown[0][:100]!r} is unknown: use {known}")
     if not is_local and body.get("tokenizer") is not None:
         raise ConfigError("tokenizer: only clients of the Unix socket may name a file")
     return body
@@ -92,8 +78,8 @@ class AgentHttp:
 
     def close(self) -> None:
         """Stop. Idempotent."""
-        for listener in self._listeners:
-            listener.close()
+        for one in self._listeners:
+            one.close()
 
     def _answer_local(self, environ: dict[str, Any], start: StartResponse) -> Iterable[bytes]:
         admit(environ)
@@ -152,25 +138,25 @@ class AgentHttp:
         return asdict(self._prefetches.match(*self._prompt(body)))
 
     def _prefetch(self, body: Body) -> dict[str, Any]:
-        order = read_order(body)
+        order = prompts.read_order(body)
         return asdict(self._prefetches.start(*self._prompt(body), order))
 
     def _prompt(self, body: Body) -> tuple[str, list[bytes]]:
         """Return namespace and prefix hashes. Raises ``ConfigError`` with the fix."""
         namespace = body.get("namespace")
-        if not isinstance(namespace, str) or len(namespace) != 32 or not is_hex(namespace):
+        if not isinstance(namespace, str) or len(namespace) != 32 or not prompts.is_hex(namespace):
             raise ConfigError("namespace: give its 32 hex digits, as /v1/namespaces lists them")
         if body.get("text") is not None:
-            refuse(body, ("tokens", "hashes"), "with text")
-            more = {name: value for name, value in body.items() if name in WITH_TOKENS}
+            prompts.refuse(body, ("tokens", "hashes"), "with text")
+            more = {name: value for name, value in body.items() if name in prompts.WITH_TOKENS}
             body = {"tokens": self._tokenized(namespace, body), **more}
-        return namespace, read_hashes(
+        return namespace, prompts.read_hashes(
             body, namespace, lambda: self._prefetches.facts(namespace).chunk_tokens
         )
 
     def _tokenized(self, namespace: str, body: Body) -> list[int]:
-        text, model = read_text(body, "text") or "", read_text(body, "model")
-        place = read_text(body, "tokenizer")
+        text, model = prompts.read_text(body, "text") or "", prompts.read_text(body, "model")
+        place = prompts.read_text(body, "tokenizer")
         if place is None:
             model = model or self._prefetches.facts(namespace).model
             return self._tokenizers.tokens(text, self._tokenizers.place_of(model))

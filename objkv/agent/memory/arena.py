@@ -311,8 +311,7 @@ class Extents:
     def evictable_spans(
         self, nbytes: int, movable: Collection[int]
     ) -> Iterator[tuple[int, list[int]]]:
-        """Yield each row of gaps and ``movable`` extents with room: bytes in use, extents to
-        free."""
+        """Yield each row of gaps and ``movable`` extents with room: bytes in use, those to free."""
         size = _pages(nbytes)
         pieces = [(start, end, False) for start, end in self._free]
         pieces += [(start, end, True) for start, end in self._taken.items()]
