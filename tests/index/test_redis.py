@@ -400,7 +400,7 @@ TOTALS = "objkv:u:totals"
 
 def timed(client: redis.Redis) -> tuple[RedisIndex, ManualClock]:
     index, clock = RedisIndex(client), ManualClock()
-    index._totals = PendingTotals(TOTALS, clock=clock)
+    index._pending = PendingTotals(clock=clock)
     return index, clock
 
 
@@ -481,8 +481,7 @@ def test_what_no_objkv_wrote_into_the_totals_is_left_out(client: redis.Redis) ->
 def test_savings_are_sent_within_seconds_and_all_totals_when_the_index_closes(
     client: redis.Redis, valkey: RedisServer
 ) -> None:
-    index, clock = RedisIndex(valkey.client()), ManualClock()
-    index._savings = PendingTotals("objkv:u:savings", clock=clock)
+    index, clock = timed(valkey.client())
     one = Savings(NAMESPACE, "2026-11", loads=1, tokens=256)
     index.credit(one)
     assert RedisIndex(client).savings() == []
@@ -500,7 +499,6 @@ def test_totals_of_a_process_that_saves_no_more_are_sent_in_time(
     client: redis.Redis, valkey: RedisServer
 ) -> None:
     (index, clock), others = timed(valkey.client()), RedisIndex(client)
-    index._savings = PendingTotals("objkv:u:savings", clock=clock)
     one = Savings(NAMESPACE, "2026-11", loads=1, tokens=256)
     index.publish(chunk(1), {FIELD: shard(10)}, ttl_s=LONG_S)
     index.credit(one)
