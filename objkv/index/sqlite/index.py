@@ -440,13 +440,12 @@ class SqliteIndex:
     def lookup(self, namespace: str, prefix_hashes: Sequence[bytes]) -> list[Record | None]:
         """One statement for up to 30,000 hashes."""
         found: dict[bytes, Record] = {}
-        with self._file.read() as connection:
-            for part in _parts(prefix_hashes):
-                rows = connection.execute(
-                    f"{_JOINED} WHERE namespace = ? AND {_LIVE} AND hash IN {_marks(part)}",
-                    (namespace, self._clock(), *part),
-                )
-                found |= {record.prefix_hash: record for record in _records(rows, self._clock())}
+        for part in _parts(prefix_hashes):
+            rows = self._rows(
+                f"{_JOINED} WHERE namespace = ? AND {_LIVE} AND hash IN {_marks(part)}",
+                *(namespace, self._clock(), *part),
+            )
+            found |= {record.prefix_hash: record for record in _records(rows, self._clock())}
         return [found.get(prefix_hash) for prefix_hash in prefix_hashes]
 
     def find(
@@ -455,58 +454,52 @@ class SqliteIndex:
         """Faster than ``lookup``: it reads only these fields."""
         wanted = list(dict.fromkeys(fields))
         found: dict[bytes, dict[str, ShardRecord]] = {}
-        with self._file.read() as connection:
-            for part in _parts(prefix_hashes):
-                rows = connection.execute(
-                    f"{_FOUND} WHERE namespace = ? AND {_LIVE} AND field IN {_marks(wanted)}"
-                    f" AND hash IN {_marks(part)}",
-                    (namespace, self._clock(), *wanted, *part),
-                )
-                for prefix_hash, field, value in rows:
-                    if shard := _shard(value):
-                        found.setdefault(prefix_hash, {})[field] = shard
+        for part in _parts(prefix_hashes):
+            rows = self._rows(
+                f"{_FOUND} WHERE namespace = ? AND {_LIVE} AND field IN {_marks(wanted)}"
+                f" AND hash IN {_marks(part)}",
+                *(namespace, self._clock(), *wanted, *part),
+            )
+            for prefix_hash, field, value in rows:
+                if shard := _shard(value):
+                    found.setdefault(prefix_hash, {})[field] = shard
         return [found.get(prefix_hash) for prefix_hash in prefix_hashes]
 
     def scan(self, namespace: str) -> Iterator[Record]:
         """Yields in hash order, and holds no transaction between two steps."""
         after = b""
-        while True:
-            with self._file.read() as connection:
-                rows = connection.execute(
-                    _PAGE, (namespace, after, self._clock(), _SCAN_ROWS)
-                ).fetchall()
-            if not rows:
-                return
+        while rows := self._rows(_PAGE, namespace, after, self._clock(), _SCAN_ROWS):
             yield from _records(rows, self._clock())
             after = rows[-1][0]
 
     def namespaces(self) -> list[str]:
-        with self._file.read() as connection:
-            rows = connection.execute(
-                f"SELECT DISTINCT namespace FROM chunks c WHERE {_LIVE} ORDER BY namespace",
-                (self._clock(),),
-            ).fetchall()
-        return [str(namespace) for (namespace,) in rows]
+        query = f"SELECT DISTINCT namespace FROM chunks c WHERE {_LIVE} ORDER BY namespace"
+        return [str(namespace) for (namespace,) in self._rows(query, self._clock())]
 
     def usage(self) -> list[Usage]:
         """Exact: does not count expired records that are still in the file."""
         now = self._clock()
-        with self._file.read() as connection:
-            rows = connection.execute(_USAGE, (now,)).fetchall()
-        return [Usage(name, nbytes, payloads, int(now)) for name, nbytes, payloads in rows]
+        return [Usage(*row, int(now)) for row in self._rows(_USAGE, now)]
 
     def savings(self) -> list[Savings]:
-        with self._file.read() as connection:
-            rows = connection.execute("SELECT name, value FROM savings").fetchall()
+        rows = self._rows("SELECT name, value FROM savings")
         return read_savings({str(field): value for field, value in rows if type(value) is int})
 
     def check(self) -> None:
         """Also proves that the file is writable."""
-        with self._file.write() as connection:
-            connection.execute("DELETE FROM leases WHERE name = ''")
+        self._changed("DELETE FROM leases WHERE name = ''")
 
     def close(self) -> None:
         self._file.close()
+
+    def _rows(self, query: str, *values: object) -> list[tuple[Any, ...]]:
+        with self._file.read() as connection:
+            return connection.execute(query, values).fetchall()
+
+    def _changed(self, statement: str, *values: object) -> bool:
+        """Execute a statement that concerns at most one row. Return whether there was one."""
+        with self._file.write() as connection:
+            return connection.execute(statement, values).rowcount == 1
 
     def publish(
         self, chunk: ChunkEntry, shards: ShardRecords, *, ttl_s: int, lease: Lease | None = None
@@ -570,8 +563,7 @@ class SqliteIndex:
         return taken == 1
 
     def release(self, name: str, owner: str) -> None:
-        with self._file.write() as connection:
-            connection.execute(_RELEASE, (name, owner))
+        self._changed(_RELEASE, name, owner)
 
     def flush(self) -> None:
         """Does nothing: totals change with the records."""
@@ -589,21 +581,17 @@ class SqliteIndex:
 
     def pin(self, namespace: str, prefix_hash: bytes, *, until_s: int, ttl_s: int) -> bool:
         now = self._clock()
-        with self._file.write() as connection:
-            changed = connection.execute(
-                "UPDATE chunks AS c SET pinned_s = ?, ends_s = ?"
-                f" WHERE namespace = ? AND hash = ? AND {_LIVE}",
-                (until_s, max(now + ttl_s, until_s), namespace, prefix_hash, now),
-            ).rowcount
-        return changed == 1
+        return self._changed(
+            "UPDATE chunks AS c SET pinned_s = ?, ends_s = ?"
+            f" WHERE namespace = ? AND hash = ? AND {_LIVE}",
+            *(until_s, max(now + ttl_s, until_s), namespace, prefix_hash, now),
+        )
 
     def drop(self, namespace: str, prefix_hash: bytes) -> bool:
-        with self._file.write() as connection:
-            changed = connection.execute(
-                f"DELETE FROM chunks AS c WHERE namespace = ? AND hash = ? AND {_LIVE}",
-                (namespace, prefix_hash, self._clock()),
-            ).rowcount
-        return changed == 1
+        return self._changed(
+            f"DELETE FROM chunks AS c WHERE namespace = ? AND hash = ? AND {_LIVE}",
+            *(namespace, prefix_hash, self._clock()),
+        )
 
     def set_usage(self, usage: Usage) -> None:
         """Does nothing: triggers keep exact totals."""
