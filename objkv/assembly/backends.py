@@ -1,8 +1,7 @@
 """Opens stores and index from the settings, each behind its guard (``objkv.net.guard``).
 
 Opening sends nothing and creates nothing: errors appear in the first call, or in
-``check_backends``. The clients of Redis and S3 are imported only if the settings use them, because
-the two take a second.
+``check_backends``. The clients of Redis and S3 take a second to import, so only what is used is.
 """
 
 import logging

@@ -87,9 +87,8 @@ def connect_redis(config: Config) -> Client:
 def _options(place: Url, config: Config) -> dict[str, Any]:
     """Return the options of every connection.
 
-    The time-outs only limit how long a dead server blocks, with floors above a lookup's deadline:
-    its caller enforces that. A socket that times out is closed, and a new one with TLS costs more
-    than the late reply.
+    The time-outs only limit how long a dead server blocks, with floors above a lookup's deadline,
+    which its caller enforces: a new socket with TLS costs more than a late reply.
     """
     deadline_s = config.lookup_deadline_ms / 1000
     read_s = backends.read_s(config)

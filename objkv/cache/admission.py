@@ -112,8 +112,7 @@ class AdmissionPolicy:
         return prefill.seconds_per_unit if prefill.count >= OBSERVATIONS_MIN else None
 
     def admit(self, chunks: Sequence[ChunkSize], *, waiting: int = 0) -> int:
-        """Return how many leading chunks to load: what saves most time for this request and those
-        ``waiting`` behind it."""
+        """Return how many leading chunks to load: what saves this and ``waiting`` requests most."""
         if (decided := self.decided) is not None or not chunks:
             return len(chunks) if decided else 0
         if self._is_due(chunks):

@@ -2,8 +2,7 @@
 
 A save writes the bulk store first, then the hot store, and the index record last; a forget begins
 with the record. So a crash leaves orphans, but never a record of an unreadable payload. The bulk
-store is authoritative: a hot copy is a shortcut, and a missing index costs sharing, not
-correctness.
+store is authoritative: without a hot copy or the index only time is lost.
 """
 
 from collections import OrderedDict
@@ -140,8 +139,7 @@ def stored_payloads(bulk: ReadStore, prefix: str) -> Iterator[tuple[ChunkKey, En
 
 
 KEEP_S = 30.0
-"""How long a chunk is not saved again: requests that were looked up before its save may be
-queued."""
+"""How long a chunk is not saved again: requests looked up before its save may be queued."""
 
 
 class InFlightSaves:
@@ -185,8 +183,7 @@ class InFlightSaves:
 
 
 LEASE_MS: Final = 30_000
-"""How long a process may take to save a chunk before others do it too: several times what a put
-takes."""
+"""How long a save may take before others do it too: several times what a put takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,16 +249,14 @@ class ChunkCache:
             return True
 
     def release_lease(self, path: str) -> None:
-        """Give the lease of a save that failed back early, so that another process can save the
-        payload; otherwise it expires."""
+        """Give the lease of a failed save back early, so that another process can save."""
         try:
             self._index.release(path, self._settings.writer)
         except StoreError:
             self._recorder.count("lease_errors")
 
     def record_sightings(self, paths: Sequence[str]) -> list[bool]:
-        """Return for each payload whether it was made before, see ``WriteIndex``; if the index
-        fails, none was."""
+        """Return whether each was made before, see ``WriteIndex``; none if the index fails."""
         if not paths:
             return []
         try:

@@ -62,8 +62,7 @@ class Pin:
 
 
 def is_author(text: str) -> bool:
-    """Whether a pin may name ``text`` as its author. A document with further brackets is not
-    parsed."""
+    """Whether a pin may name ``text`` as its author: without brackets, which are counted."""
     return 0 < len(text) <= AUTHOR_CHARS_MAX and text.isprintable() and not set(text) & set("[]{}")
 
 
@@ -76,8 +75,7 @@ def pin_path(namespace: str, leaf: bytes) -> str:
 
 
 def parse_pin(document: bytes, path: str) -> Pin:
-    """Parse the pin ``document`` at ``path``. Raises ``PayloadError`` if ``Pin.document`` would not
-    write this content at this path."""
+    """Return the pin. Raises ``PayloadError`` unless ``Pin.document`` writes this at ``path``."""
     try:
         # Nested lists take fifty times their own size in memory.
         if document.count(b"[") + document.count(b"{") > 2 or document.count(b",") > _COMMAS_MAX:

@@ -44,8 +44,7 @@ class Typical:
 
 
 class LinkSpeed:
-    """One process's view of the link to the bulk store: the speed of a call among concurrent
-    ones."""
+    """The link to the bulk store, as one process measures it among concurrent calls."""
 
     def __init__(self) -> None:
         self.puts, self.gets = Typical(), Typical()

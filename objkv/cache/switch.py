@@ -83,8 +83,7 @@ def read_switches(bulk: ReadStore) -> tuple[Switch, ...]:
 
 def set_switch(bulk: WriteStore, switch: Switch) -> None:
     """Give an order, in place of an earlier one for the same namespace or for the fleet. Of two at
-    the same moment the later wins. Raises ``StoreError``, and ``ConfigError`` if there are too
-    many."""
+    once the later wins. Raises ``StoreError``, and ``ConfigError`` for too many."""
     _write(bulk, [switch, *_others(bulk, switch.namespace, switch.created_s)])
 
 
@@ -125,8 +124,7 @@ class AdmissionSwitch:
         *,
         clock: Callable[[], float] = time,
     ) -> None:
-        """``configured`` applies without an order. ``submit`` runs a job in the background, or
-        refuses."""
+        """``configured`` applies without an order. ``submit`` runs a job in the background."""
         self._configured: Mode = configured
         self._bulk = bulk
         self._namespace = namespace

@@ -108,8 +108,7 @@ class PutRule:
         return self.cost_usd(chunk) / worth_s if worth_s else math.inf
 
     def decide(self, chunk: ChunkCost, before: Puts = "reused") -> Decision:
-        """Return what is put of chunks like this one: between the two limits, what was
-        ``before``."""
+        """Return what is put of such chunks: between the two limits, what was ``before``."""
         share = self.break_even(chunk)
         if self.setting != "auto":
             return Decision(self.setting, share, "save_to_bucket says so")
@@ -172,8 +171,7 @@ class PutPolicy:
                 one.decided_from = -math.inf  # at the next payload
 
     def decisions(self) -> dict[str, Decision]:
-        """Return what was decided last, by namespace, which is empty if the settings alone
-        decide."""
+        """Return the last decisions, by namespace, empty if the settings alone decide."""
         if self.rule.is_fixed:
             return {"": replace(self.rule.decide(ChunkCost(0, 0)), break_even=None)}
         with self._lock:

@@ -1,5 +1,4 @@
-"""What a bucket and a GPU cost: list prices of the providers that an endpoint names, or
-settings."""
+"""What a bucket and a GPU cost: the list prices of an endpoint's provider, or settings."""
 
 import ipaddress
 from contextlib import suppress

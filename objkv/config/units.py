@@ -21,8 +21,7 @@ _DIGITS_MAX: Final = 24
 
 
 def parse_duration(text: str) -> Decimal:
-    """Return a duration in seconds, exactly. A number without a unit is in seconds. Raises
-    ``ValueError``.
+    """Return a duration in seconds, exactly. Seconds need no unit. Raises ``ValueError``.
 
     >>> [float(parse_duration(text)) for text in ("90s", "2h", "1500ms")]
     [90.0, 7200.0, 1.5]

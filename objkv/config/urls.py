@@ -281,8 +281,7 @@ def parse_endpoint(text: str) -> tuple[str, Url]:
 
 
 def check_proxies(*names: str) -> None:
-    """Mask the passwords of the proxies in these variables, in either case. Raises ``ConfigError``
-    if one is not a URL."""
+    """Mask the passwords in these variables, in either case. Raises ``ConfigError``."""
     for name, text in os.environ.items():
         if name.lower() in names and text.strip():
             try:

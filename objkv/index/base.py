@@ -64,8 +64,7 @@ class Usage:
     payloads: int
     counted_s: int
     """Seconds since the epoch of the last exact count, by the counter's clock; 0 if never. Since
-    then this is a running total, wrong by records that expired, were evicted, or were published by
-    a process that was then killed."""
+    then this is a running total, wrong by records that expired, were evicted, or were lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +91,7 @@ class Savings:
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What a Redis-like server says of itself; None if it does not: managed ones often deny
-    CONFIG."""
+    """What a Redis-like server says of itself; None if it does not."""
 
     product: str
     """``redis`` or ``valkey``."""
@@ -156,8 +154,7 @@ class ReadIndex(Protocol):
         trip, or walks the whole store if that is the index."""
 
     def savings(self) -> list[Savings]:
-        """Return what loads have saved, sorted by namespace and month, if this index keeps it.
-        Takes one round trip."""
+        """Return what loads saved by namespace and month, if it is kept, in one round trip."""
 
     def check(self) -> None:
         """Make a cheap round trip. Raises ``StoreDenied`` with the fix or ``StoreUnavailable``."""
@@ -192,8 +189,7 @@ class WriteIndex(ReadIndex, Protocol):
         Return True if this call deleted it. A record without fields disappears."""
 
     def lease(self, name: str, owner: str, *, ttl_ms: int) -> bool:
-        """Take or extend the lease ``name``, for ``ttl_ms``. Return whether ``owner`` holds it
-        now."""
+        """Take or extend the lease ``name``. Return whether ``owner`` holds it now."""
 
     def release(self, name: str, owner: str) -> None:
         """Give back a lease early. Does nothing if ``owner`` does not hold it."""

@@ -1,8 +1,7 @@
 """The contract of a store of immutable values under relative keys, such as
 ``ns/aa/hash/0.L0-2_H0-2.safetensors``.
 
-The protocols state what code may destroy: a ``ReadStore`` cannot change anything, and only sweeps
-receive a ``PruneStore``.
+The protocols state what code may destroy: only sweeps receive a ``PruneStore``.
 
 Any thread may call any method. It blocks until it returns, or raises ``StoreError`` (or a subclass)
 and nothing else, within the deadline that the store was built with.
@@ -144,8 +143,7 @@ class PruneStore(WriteStore, HotStore, Protocol):
     """Can also be swept."""
 
     def unfinished(self) -> Iterator[Unfinished]:
-        """Yield leftovers of killed writers along with writes in progress. Only their age
-        distinguishes them."""
+        """Yield leftovers of killed writers and writes in progress. Only age distinguishes them."""
 
     def discard(self, unfinished: Unfinished) -> bool:
         """Remove the leftover. Return False if it no longer exists or has become a value."""

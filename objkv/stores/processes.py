@@ -88,8 +88,7 @@ class Answer:
 
     number: int
     nbytes: int | None
-    """How many leading bytes of the channel's memory are valid. None in a last answer without a
-    value."""
+    """How many leading bytes of the channel's memory are valid. None without a value."""
     is_last: bool = False
     error: Annotated[int, Field(ge=0, lt=len(_ERRORS))] | None = None
     """Number of the error that ended the get."""
@@ -218,8 +217,7 @@ class FetchProcess:
     """A running process. Not thread-safe, except for its channels: each belongs to one thread."""
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str], channels: int) -> None:
-        """Start ``command``, to which descriptors are appended, without waiting until it is ready.
-        Raises ``OSError``."""
+        """Start ``command`` with descriptors appended, and do not wait. Raises ``OSError``."""
         memory, view = _shared_memory(channels * CHANNEL_BYTES)
         pairs: list[tuple[socket.socket, socket.socket]] = []
         try:
@@ -309,8 +307,7 @@ class FetchPool:
         *,
         idle_s: float = 120.0,
     ) -> None:
-        """``start`` starts a process without waiting for it. Raises ``OSError``. Processes end
-        after ``idle_s`` without a get."""
+        """``start`` raises ``OSError``. Processes end after ``idle_s`` without a get."""
         self._start, self._processes_max, self._recorder = start, processes_max, recorder
         self._idle_s = idle_s
         self._lock = Lock()

@@ -36,8 +36,7 @@ Keys = tuple[str, ...]
 
 class Script:
     """A Lua script, sent by digest, or with its text to a server that has not cached it. Redis runs
-    it atomically. Each touches one key, or a chunk's record and a lease, which a cluster keeps in
-    the same place.
+    it atomically. It touches one key, or a chunk's record and a lease in the same slot.
 
     ``redis.pcall`` returns a table if a key has another type, and so is not objkv's. Such a key is
     treated as absent, and replaced when a chunk is published.
@@ -153,8 +152,7 @@ _NUMBER = re.compile(rb"-?[0-9]{1,18}")
 
 
 class PendingTotals:
-    """This process's changes of running totals, Redis hashes to which all processes of a fleet add.
-    By key and field. Thread-safe.
+    """This process's changes of the fleet's totals, Redis hashes, by key and field. Thread-safe.
 
     They are sent every few seconds, along with a command that is sent anyway, or by ``flush``. So
     no save waits for it, and a thousand replicas write the same keys only a few hundred times per
@@ -197,8 +195,7 @@ _PATH = re.compile(rf"([^/]+)/../([0-9a-f]{{{2 * PREFIX_HASH_BYTES}}})/(.+)")
 
 class RedisIndex:
     """Implements ``PruneIndex``. Owns ``client``, which returns bytes and has the deadlines.
-    ``clock`` (seconds since the epoch) only dates touches; the server decides when records
-    expire."""
+    ``clock`` (seconds since the epoch) dates touches; the server ends records."""
 
     def __init__(
         self, client: Client, *, prefix: str = "objkv", clock: Callable[[], float] = time.time
@@ -400,8 +397,7 @@ class RedisIndex:
         return replies[len(changes) :]
 
     def _pipelined(self, verb: str, commands: Sequence[Command]) -> list[Any]:
-        """Return all replies, with errors as values, after a round trip, or one per cluster
-        node."""
+        """Return all replies, with errors as values, in a round trip (one per cluster node)."""
         if not commands:
             return []
         with (

@@ -100,8 +100,7 @@ _COMPANIONS = ("-wal", "-shm", "-journal")
 
 
 def prepare(path: Path) -> None:
-    """Create the file and its folder if they are missing, and refuse planted ones. Raises
-    ``StoreDenied`` with the fix.
+    """Create the file and its folder if they are missing. Raises ``StoreDenied`` for planted ones.
 
     The content (which prefixes are stored, how often they are looked up) is private. So the file is
     created for this user alone, or for a group if its folder is set up for one (``install -d -m
@@ -184,8 +183,7 @@ class SqliteFile:
 
     @contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
-        """Borrow a connection. Each statement sees one state of the file. A missing one reads as
-        empty, and is not created."""
+        """Borrow a connection. A missing file reads as empty, and is not created."""
         if os.path.lexists(self.path):
             with self._borrow() as connection:
                 yield connection
@@ -304,8 +302,7 @@ class SqliteFile:
             time.sleep(_WAL_RETRY_S)
 
     def _create(self, connection: sqlite3.Connection) -> int:
-        """Create the tables in an empty file. Return its version, also if another process did
-        so."""
+        """Create the tables, unless another process did so. Return the file's version."""
         with connection:
             connection.execute("BEGIN IMMEDIATE")
             if not connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]:
@@ -345,8 +342,7 @@ def _damaged(path: Path, what: object) -> StoreDenied:
 
 
 def _bound(connection: sqlite3.Connection, seconds: float) -> None:
-    """Interrupt computing after ``seconds``, or at this call's deadline. Waiting for another writer
-    has a limit of its own."""
+    """Interrupt computing, not waiting, after ``seconds``, or at this call's deadline."""
     until_s = min(time.monotonic() + seconds, ends_s())
     connection.set_progress_handler(lambda: time.monotonic() > until_s, _STEPS)
 
@@ -427,9 +423,8 @@ ON CONFLICT (name) DO UPDATE SET ends_s = excluded.ends_s
 
 
 class SqliteIndex:
-    """Implements ``PruneIndex``. The first write creates the file and its folder. Survives
-    ``fork``, and writers that are killed at any moment. ``clock``: seconds since the epoch.
-    ``busy_ms``: see ``SqliteFile``."""
+    """Implements ``PruneIndex``. Survives ``fork``, and writers that are killed at any moment.
+    ``clock``: seconds since the epoch. ``busy_ms``: see ``SqliteFile``."""
 
     def __init__(
         self, path: Path, *, clock: Callable[[], float] = time.time, busy_ms: int = 2_000

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
 
 _HASHES = {"GET": sha256().hexdigest(), "PUT": "UNSIGNED-PAYLOAD"}
-"""Of the body, by method. That of a value is not hashed unless the settings demand it: see decision
-9 in ``docs/decisions.md``."""
+"""Of the body, by method. A value is hashed only on demand: decision 9 in ``docs/decisions.md``."""
 _SOUGHT = "objkv-sought"
 _TOKENS = {"s3v4": "x-amz-security-token", "v4-s3express": "x-amz-s3session-token"}
 """The header of a session's token, by the client's name of the signature: both are version 4."""
