@@ -31,12 +31,14 @@ from tests.agent.world import (
     RIGHT,
     Node,
     Sleeper,
+    claims,
     claims_of,
     down,
     gated,
     loaded,
     pages_at,
     payloads,
+    raising,
 )
 from tests.codec.seals import SEALS
 from tests.contracts.clock import ManualClock
@@ -73,9 +75,8 @@ def test_payloads_of_a_folder_that_is_its_index_are_as_long_as_their_files(
 ) -> None:
     store = MemoryStore()
     node = make(store=store, index=BulkIndex(store), seal=seal)
-    for payload in payloads():
+    for payload, claim in zip(payloads(), claims(payloads()), strict=True):
         assert node.commit_one(payload) is CommitStatus.ACCEPTED
-        claim = read_header(payload).claim
         key = claim.key
         assert node.saves.drain(PATIENCE_S)
         node.arena_cache.forget(key.path())
@@ -198,11 +199,10 @@ def test_a_frame_is_announced_when_its_bytes_are_final(
 
 
 def test_all_who_ask_at_the_same_moment_share_one_fetch(make: Callable[..., Node]) -> None:
-    node, opened = make(threads=4), threading.Event()
-    wanted = node.save()
-    node.store.on_get = lambda _: opened.wait(PATIENCE_S)
+    node = make(threads=4)
+    wanted, gate = node.save(), gated(node)
     every = [node.open(*wanted) for _ in range(8)]
-    opened.set()
+    gate.set()
     assert all(some == every[0] for some in every)
     found = [settled(one) for some in every for one in some]
     assert len(found) == 24
@@ -334,10 +334,7 @@ def test_a_late_payload_is_late_and_a_broken_store_is_a_miss(
     (late,) = fetch(node, first, deadline_s=0.0)
     assert late.reason is MissReason.LATE
 
-    def broken(key: str) -> None:
-        raise type(error)(*error.args)  # the one of all cases would keep this frame
-
-    node.store.on_get = broken
+    node.store.on_get = raising(error)
     (failed,) = node.open(second)
     wait_until(lambda: failed.state is not CellState.FILLING or not threads_of(node.core))
     assert threads_of(node.core)
@@ -506,13 +503,6 @@ def save(node: Node) -> None:
     node.index.release(PATH, "another")
     assert is_saved or node.cache.in_flight.begin(PATH)
     node.cache.in_flight.end(PATH)
-
-
-def raising(error: Exception) -> Callable[..., bool]:
-    def put(*_: object) -> bool:
-        raise type(error)(*error.args)  # one that is kept keeps all that its frames had
-
-    return put
 
 
 @pytest.mark.parametrize("publishes", [True, False])

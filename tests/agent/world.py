@@ -36,7 +36,7 @@ from objkv.cache.worth import PutPolicy, PutRule
 from objkv.codec.payload import Claim, Header, frame_pages, read_header
 from objkv.codec.seal import Seal
 from objkv.config.prices import LIST_PRICES
-from objkv.errors import StoreDenied, StoreUnavailable
+from objkv.errors import StoreBusy, StoreDenied, StoreUnavailable
 from objkv.index.base import WriteIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.stores.base import Arrived
@@ -261,14 +261,31 @@ def wanted_of(index: WriteIndex, keys: Sequence[ChunkKey]) -> list[PayloadReques
     ]
 
 
-def down(*_: object, **__: object) -> Any:
-    """A call of a store or an index that cannot be reached."""
-    raise StoreUnavailable("down")
+def raising(error: Exception) -> Callable[..., Any]:
+    """A call that fails in this way each time."""
+
+    def call(*_: object, **__: object) -> Any:
+        raise type(error)(*error.args)  # one that is kept keeps all that its frames had
+
+    return call
 
 
-def denied(*_: object, **__: object) -> Any:
-    """One for which the rights do not suffice."""
-    raise StoreDenied("no rights")
+down, denied = raising(StoreUnavailable("down")), raising(StoreDenied("no rights"))
+busy = raising(StoreBusy("slow down"))
+
+
+class Paused:
+    """A method that is begun, and goes on when it may."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.begun, self.go = Event(), Event()
+        self._call = getattr(owner, name)
+        setattr(owner, name, self)
+
+    def __call__(self, *given: Any, **how: Any) -> Any:
+        self.begun.set()
+        assert self.go.wait(PATIENCE_S)
+        return self._call(*given, **how)
 
 
 def gated(node: Node) -> Event:
@@ -396,6 +413,21 @@ class Desk:
         """Go. What was handed over is saved nevertheless."""
         self.saves.close()
         assert self.outbox.fd < 0
+
+
+def claims(made: Sequence[bytes]) -> list[Claim]:
+    """What payloads claim to be."""
+    return [read_header(payload).claim for payload in made]
+
+
+def hashes(made: Sequence[bytes]) -> list[bytes]:
+    """Their chunks."""
+    return [claim.key.prefix_hash for claim in claims(made)]
+
+
+def paths(made: Sequence[bytes]) -> list[str]:
+    """Where a bucket has them."""
+    return [claim.key.path() for claim in claims(made)]
 
 
 def payloads(tokens: Sequence[int] = TOKENS) -> list[bytes]:

@@ -269,10 +269,13 @@ class SqliteFile:
         return connection
 
     def _check_schema(self, connection: sqlite3.Connection) -> None:
-        version = _pragma(connection, "user_version")
-        if version == 0:
+        if _pragma(connection, "user_version") == 0 and _is_empty(connection):
             self._use_wal(connection)
-            version = self._create(connection)
+            with connection:
+                connection.execute("BEGIN IMMEDIATE")
+                if _is_empty(connection):  # otherwise another process was faster
+                    create(connection)
+        version = _pragma(connection, "user_version")
         if _pragma(connection, "application_id") != APPLICATION_ID:
             raise StoreDenied(
                 f"{self.path} is an SQLite file of another program: set index_url to another file"
@@ -300,14 +303,6 @@ class SqliteFile:
                 if _code(exc) not in _BUSY or time.monotonic() > deadline:
                     raise
             time.sleep(_WAL_RETRY_S)
-
-    def _create(self, connection: sqlite3.Connection) -> int:
-        """Create the tables, unless another process did so. Return the file's version."""
-        with connection:
-            connection.execute("BEGIN IMMEDIATE")
-            if not connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]:
-                create(connection)
-            return _pragma(connection, "user_version")
 
 
 @contextmanager
@@ -350,6 +345,10 @@ def _bound(connection: sqlite3.Connection, seconds: float) -> None:
 def _code(exc: sqlite3.Error) -> int:
     # The lowest byte is the primary code; the rest distinguishes variants.
     return int(getattr(exc, "sqlite_errorcode", 0)) & 0xFF
+
+
+def _is_empty(connection: sqlite3.Connection) -> bool:
+    return connection.execute("SELECT 1 FROM sqlite_schema").fetchone() is None
 
 
 def _pragma(connection: sqlite3.Connection, name: str) -> int:
