@@ -82,7 +82,7 @@ def answer(ask: Callable[[], object]) -> object:
     return found
 
 
-def test_an_answer_is_awaited_without_waiting_and_then_kept(
+def test_an_answer_is_awaited_without_waiting_and_then_kept_until_it_is_forgotten(
     service: LookupService, index: GatedIndex
 ) -> None:
     assert service.ask("r", NS, HASHES) is None
@@ -97,6 +97,9 @@ def test_an_answer_is_awaited_without_waiting_and_then_kept(
     assert records == ({FIELD: SHARD}, None, None)
     assert service.ask("r", NS, HASHES) is records
     assert index.asked == [HASHES]
+    service.forget("r")
+    assert answer(lambda: service.ask("r", NS, HASHES)) == records
+    assert index.asked == [HASHES] * 2
 
 
 def test_one_requests_lookup_is_awaited_while_others_hang(
@@ -163,18 +166,9 @@ def test_a_failed_lookup_is_no_match_and_a_bug_is_told_once(
 def test_what_does_not_fit_the_queue_is_no_match_at_once(
     service: LookupService, recorder: MemoryRecorder
 ) -> None:
-    assert service.ask("a", NS, HASHES) is None
-    assert service.ask("b", NS, HASHES) is None
-    assert service.ask("c", NS, HASHES) == (None, None, None)
+    answers = [service.ask(name, NS, HASHES) for name in "abc"]
+    assert answers == [None, None, (None, None, None)]
     assert recorder.value("lookup_refused") == 1
-
-
-def test_a_forgotten_request_is_looked_up_anew(service: LookupService, index: GatedIndex) -> None:
-    index.gate.set()
-    answer(lambda: service.ask("r", NS, HASHES))
-    service.forget("r")
-    answer(lambda: service.ask("r", NS, HASHES))
-    assert len(index.asked) == 2
 
 
 def test_a_forgotten_request_that_waits_gives_its_place_to_another(

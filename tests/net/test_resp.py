@@ -76,15 +76,11 @@ def test_a_value_that_ends_early_is_a_lost_connection_or_a_timeout(
         read_value(line, bytearray(5))
 
 
-def test_a_server_that_stops_reading_is_waited_for_no_longer_than_told() -> None:
+def test_a_server_that_stops_reading_is_waited_for_no_longer_than_told_or_than_the_call() -> None:
     line, _theirs = wire(timeout_s=0.05)
-    with pytest.raises(exceptions.TimeoutError):
-        line.send(bytes(8 << 20))
-    with pytest.raises(exceptions.TimeoutError):
-        line.wait_to_receive()
-
-
-def test_a_wait_for_a_server_that_stops_reading_ends_with_the_call() -> None:
+    for wait in (lambda: line.send(bytes(8 << 20)), line.wait_to_receive):
+        with pytest.raises(exceptions.TimeoutError):
+            wait()
     line, _theirs = wire(timeout_s=5.0)
     while line.offer(memoryview(bytes(1 << 20))):
         pass
@@ -163,12 +159,9 @@ def test_a_connection_that_another_thread_closes_is_lost() -> None:
     """As when a client is closed with a call under way."""
     line, theirs = wire()
     line._connection.disconnect()
-    with pytest.raises(exceptions.ConnectionError):
-        line.wait_to_receive()
-    with pytest.raises(exceptions.ConnectionError):
-        line.receive()
-    with pytest.raises(exceptions.ConnectionError):
-        line.offer(memoryview(b"x"))
+    for call in (line.wait_to_receive, line.receive, lambda: line.offer(memoryview(b"x"))):
+        with pytest.raises(exceptions.ConnectionError):
+            call()
     line.end()
     theirs.close()
 
