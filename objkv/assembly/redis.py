@@ -232,7 +232,6 @@ class _LazyCluster:
         return getattr(self._client, name)
 
     def close(self) -> None:
-        """Close the client, if it was ever opened."""
         with self._lock:
             if self._client is not None:
                 self._client.close()

@@ -36,8 +36,6 @@ RETRY_S = 30.0
 
 
 class ChunkSize(NamedTuple):
-    """Size of one chunk of a match."""
-
     nbytes: int
     """Of this worker's payloads, as stored."""
     tokens: int
@@ -95,7 +93,6 @@ class AdmissionPolicy:
             self._tiers[tier].observe(nbytes, load)
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """Record that a step computed ``tokens`` in ``seconds``."""
         if tokens >= STEP_TOKENS_MIN:
             self._prefill.observe(tokens, seconds)
 

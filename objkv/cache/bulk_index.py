@@ -148,7 +148,6 @@ class BulkIndex:
         return any(stored_payloads(self._store, _folder(namespace, prefix_hash)))
 
     def drop(self, namespace: str, prefix_hash: bytes) -> bool:
-        """Deletes the payloads."""
         payloads = list(stored_payloads(self._store, _folder(namespace, prefix_hash)))
         deleted = [self._store.delete(entry.key) for _, entry in payloads]
         return any(deleted)

@@ -166,11 +166,9 @@ class InFlightSaves:
             return True
 
     def mark_saved(self, path: str) -> None:
-        """Record that the payload is stored and published."""
         self._saved.add(path, KEEP_S)
 
     def is_saved(self, path: str) -> bool:
-        """Whether ``path`` was stored and published lately."""
         return path in self._saved
 
     def end(self, path: str) -> None:
@@ -266,7 +264,6 @@ class ChunkCache:
             return [False] * len(paths)
 
     def flush_totals(self) -> None:
-        """Have the index send its totals, see ``WriteIndex.flush``."""
         with suppress(StoreError):
             self._index.flush()
 
@@ -352,7 +349,6 @@ class ChunkCache:
 def publish_record(
     index: WriteIndex, header: Header, *, hot: bool, ttl_s: int, lease: Lease | None = None
 ) -> None:
-    """Publish the record of a stored payload. See ``WriteIndex.publish``."""
     claim, key = header.claim, header.claim.key
     chunk = ChunkEntry(
         key.namespace, key.prefix_hash, claim.parent_hash, claim.token_start, claim.token_end

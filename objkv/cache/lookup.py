@@ -50,8 +50,6 @@ LOOKUP_QUEUE_MAX: Final = 1024
 
 @dataclass(frozen=True, slots=True)
 class LookupLimits:
-    """Limits of time, number and age."""
-
     deadline_s: float
     """After this time a lookup is a miss. ``close`` waits this long, at most 5 s."""
     queue_max: int = LOOKUP_QUEUE_MAX
@@ -243,8 +241,6 @@ _KEPT_S: Final = 600.0
 
 
 class RecordIndex(FindIndex, Protocol):
-    """The part of an index that this needs."""
-
     def lookup(
         self, namespace: str, prefix_hashes: Sequence[bytes]
     ) -> Steps[list[Record | None]] | list[Record | None]:
@@ -315,7 +311,6 @@ class OtherShapesIndex:
                 self._parts_end = self._clock() + _KEPT_S
 
     def _count_stored(self, found: Sequence[ShardRecords | None]) -> int:
-        """Return how many leading chunks lack nothing."""
         stored = takewhile(lambda one: one is not None and self._is_stored(one), found)
         return sum(1 for _ in stored)
 

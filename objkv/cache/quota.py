@@ -210,7 +210,6 @@ class Quota:
                     return
 
     def relieve(self) -> None:
-        """Have room made if there is none."""
         if self._relief is not None and self.is_full and self._relief():
             self.read()
 

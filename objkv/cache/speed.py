@@ -22,7 +22,6 @@ class Typical:
         self._lock = Lock()
         self._recent: deque[tuple[float, int]] = deque(maxlen=_RECENT_MAX)
         self.count = 0
-        """Number of pieces of work."""
         self.seconds_per_unit: float | None = None
         """None before the first observation."""
 

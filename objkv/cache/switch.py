@@ -52,7 +52,6 @@ class Switch:
             raise ValueError("an order's values are out of bounds")
 
     def scope(self) -> str:
-        """Return whom it is for, in words."""
         return "all replicas" if self.namespace is None else f"replicas of {self.namespace[:8]}"
 
     def end(self) -> str:

@@ -46,8 +46,6 @@ class ChunkCost:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Which payloads are put, and why."""
-
     puts: Puts
     break_even: float | None
     """None while it is not known."""
@@ -59,8 +57,6 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class PutRule:
-    """The settings that decide."""
-
     setting: Literal["auto", "all", "reused"]
     prices: Prices
     life_s: float
@@ -70,7 +66,6 @@ class PutRule:
 
     @classmethod
     def of(cls, config: Config) -> Self:
-        """Return the rule of these settings."""
         life_s = max(config.ttl_s, config.sweep_grace_s) + SWEEP_WAIT_S
         return cls(
             config.save_to_bucket, prices_of(config), life_s, config.agent_disk_url is not None

@@ -105,8 +105,6 @@ def is_directory_bucket(bucket: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Url:
-    """The parts of a URL."""
-
     scheme: str
     shown: str
     """The URL with ``***`` for its user and password."""
@@ -128,7 +126,6 @@ class Url:
 
     @property
     def is_tls(self) -> bool:
-        """Whether connections to its hosts are encrypted."""
         return self.scheme == "https" or self.scheme.startswith("rediss")
 
     @property

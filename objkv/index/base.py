@@ -109,8 +109,6 @@ class ServerFacts:
 
 @dataclass(frozen=True, slots=True)
 class ChunkEntry:
-    """The chunk of a record."""
-
     namespace: str
     prefix_hash: bytes
     parent_hash: bytes
@@ -130,8 +128,6 @@ class Lease(NamedTuple):
 
 
 class ReadIndex(Protocol):
-    """Can be read."""
-
     def lookup(self, namespace: str, prefix_hashes: Sequence[bytes]) -> list[Record | None]:
         """Return the records of a whole prompt, in order, with None for missing ones, in one
         pipelined round trip (one per node on a cluster)."""
@@ -164,8 +160,6 @@ class ReadIndex(Protocol):
 
 
 class WriteIndex(ReadIndex, Protocol):
-    """Can also be written."""
-
     def publish(
         self, chunk: ChunkEntry, shards: ShardRecords, *, ttl_s: int, lease: Lease | None = None
     ) -> None:

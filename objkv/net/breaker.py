@@ -32,8 +32,6 @@ _BUSY_WITHIN_READS = 30
 
 @dataclass(frozen=True, slots=True)
 class BreakerLimits:
-    """When a circuit opens, and when it is probed."""
-
     failures: int = 5
     """Consecutive failures that open it."""
     reset_s: float = 1.0

@@ -156,7 +156,6 @@ class LocalStore:
                 yield Entry(key, found.st_size, found.st_mtime)
 
     def folders(self, folder: str) -> list[str]:
-        """Return the folder names from one listing."""
         check_prefix(f"{folder}/" if folder else "")
         listed = self._listed(folder)
         return sorted(name for name, found in listed if found is None and is_key(name))

@@ -51,9 +51,7 @@ GRACE_S = 2.0
 _RESTART_S = 30.0
 """How long none is started after one ended early or could not be started."""
 _READY_S = 60.0
-"""How long a process may take to start."""
 _LOOK_S = 0.5
-"""How often the watching thread looks at what may be due."""
 _JOIN_S = 5.0
 _END_S = 1.0
 _BYTES_MIN: Final = 256 << 10
@@ -75,7 +73,6 @@ class GetRequest:
 
     number: int
     nbytes: int
-    """Size of the buffer."""
     start: int | None
     ends_s: float
     """Deadline by ``time.monotonic``, whose clock all processes of a machine share."""
@@ -84,14 +81,11 @@ class GetRequest:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer to the request with this number."""
-
     number: int
     nbytes: int | None
     """How many leading bytes of the channel's memory are valid. None without a value."""
     is_last: bool = False
     error: Annotated[int, Field(ge=0, lt=len(_ERRORS))] | None = None
-    """Number of the error that ended the get."""
     text: str = ""
 
 
@@ -122,7 +116,6 @@ def run(arguments: Sequence[str], open_store: Callable[[], ReadStore]) -> None:
 
 
 def _serve(channel: socket.socket, memory: memoryview, store: ReadStore) -> None:
-    """Answer the requests of one channel until the agent closes it."""
     with suppress(OSError), channel:
         while message := channel.recv(MESSAGE_BYTES_MAX):
             last = _get(channel, REQUESTS.validate_json(message), memory, store)
@@ -145,7 +138,6 @@ def _get(
 
 
 def failed(number: int, error: Exception) -> Answer:
-    """Return the answer for an exception of a store."""
     kinds = [_ERRORS.index(kind) for kind in type(error).__mro__ if kind in _ERRORS]
     text = str(error) if kinds else f"{type(error).__name__}: {error}"
     text = text.encode(errors="replace").decode()[:_TEXT_CHARS_MAX]
@@ -375,7 +367,6 @@ class FetchPool:
         self._next_start_s = monotonic() + _RESTART_S
 
     def _watch(self) -> None:
-        """Start, end and kill processes until the pool is closed."""
         while not self._closed:
             try:
                 self._kill_lost()
@@ -491,6 +482,5 @@ class ProcessStore(GuardedStore):
             return self.inner.get_into(key, buffer, arrived, start)
 
     def close(self) -> None:
-        """End the processes, and close the inner store."""
         self._pool.close()
         super().close()

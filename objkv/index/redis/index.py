@@ -294,7 +294,6 @@ class RedisIndex:
         self._count(chunk.namespace, nbytes, payloads)
 
     def touch(self, namespace: str, prefix_hashes: Sequence[bytes], *, ttl_s: int) -> None:
-        """One pipelined round trip."""
         keys = [self._chunk(namespace, prefix_hash) for prefix_hash in dict.fromkeys(prefix_hashes)]
         self._run_all("touch", TOUCH, [(key,) for key in keys], ttl_s * 1000, int(self._clock()))
 
@@ -322,7 +321,6 @@ class RedisIndex:
         self._run("release", RELEASE, (self._lease(name),), owner)
 
     def record_sightings(self, names: Sequence[str], *, ttl_s: int) -> list[bool]:
-        """One pipelined round trip."""
         keys = [f"{self.prefix}:s:{sighting_name(name)}" for name in names]
         replies = self._pipelined("sight", [("SET", k, "", "EX", ttl_s, "GET") for k in keys])
         return [_checked("sight", reply) is not None for reply in replies]

@@ -166,7 +166,6 @@ class Bucket:
         return self._endpoint
 
     def object_of(self, key: str) -> dict[str, Any]:
-        """Return bucket and key as the client's arguments."""
         check_key(key)
         return {"Bucket": self.name, "Key": self.prefix + key}
 

@@ -76,7 +76,6 @@ class Retrier:
         self._quota = RetryQuota()
 
     def run(self, attempt: Callable[[], T]) -> T:
-        """Return the outcome of ``attempt``, or raise what it raised last."""
         attempts, cost = 0, 1
         while True:
             try:

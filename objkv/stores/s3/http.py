@@ -157,7 +157,6 @@ class HttpConnection:
     ) -> None:
         self.url = url
         self.socket = made
-        """Plain or TLS."""
         self._timeout_s = timeout_s
         self._keep = keep
         self._pid = os.getpid()
@@ -295,7 +294,6 @@ class HttpResponse:
         self.status = int(code)
         found = [line.partition(":")[::2] for line in lines[1:]]
         self.headers = {name.rstrip().lower(): text.strip() for name, text in found}
-        """By lower-case name."""
         self._connection = connection
         self.keeps = version == "HTTP/1.1" and self.headers.get("connection", "").lower() != "close"
         length = self.headers.get("content-length", "")

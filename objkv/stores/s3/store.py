@@ -76,11 +76,9 @@ class S3Store:
 
     @property
     def uses_tls(self) -> bool:
-        """Whether the endpoint's connections are encrypted."""
         return self._endpoint.startswith("https:")
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes | None:
-        """One request."""
         is_whole = end is None and not start
         room = (VALUE_BYTES_MAX if end is None else end) - start
         if room <= 0:  # an HTTP range cannot be empty
@@ -151,7 +149,6 @@ class S3Store:
             )
 
     def put(self, key: str, value: Buffer) -> None:
-        """Make one request."""
         with self._call("put", key), memoryview(value) as view:
             self._put(key, view, {})
 
