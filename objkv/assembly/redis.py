@@ -27,7 +27,7 @@ from objkv.config import Config, Url, is_this_machine, parse_url
 from objkv.errors import ConfigError, StoreUnavailable
 from objkv.index.base import ServerFacts
 from objkv.net.deadline import ends_s
-from objkv.net.redis_errors import CLIENT_ERRORS, ClearRefused
+from objkv.net.redis_errors import CLIENT_ERRORS, NotTried
 from objkv.net.resp import DeadlinePool, keep_deadlines
 
 
@@ -37,7 +37,7 @@ class ClearConnection(redis.Connection):
 
     def _connect(self) -> Any:
         if not is_this_machine(str(self.host)):
-            raise ClearRefused(
+            raise NotTried(
                 f"a server on this machine redirected to {self.host}, another machine, which "
                 "would send credentials and payloads over the network unencrypted: use "
                 "rediss, or set allow_plaintext to index on a private network"

@@ -112,9 +112,10 @@ class AdmissionPolicy:
         """Return how many leading chunks to load: what saves this and ``waiting`` requests most."""
         if (decided := self.decided) is not None or not chunks:
             return len(chunks) if decided else 0
-        if self._is_due(chunks):
-            return len(chunks)
-        admitted = self._best(chunks, 1 + waiting)
+        now = self._clock()
+        admitted = len(chunks) if self._is_due(chunks, now) else self._best(chunks, 1 + waiting)
+        for tier in {chunk.tier for chunk in chunks[:admitted]}:
+            self._tiers[tier].last_s = now
         if admitted < len(chunks):
             refused = sum(chunk.tokens for chunk in chunks[admitted:])
             self._recorder.count("admission_refused_tokens", refused)
@@ -128,17 +129,12 @@ class AdmissionPolicy:
                 )
         return admitted
 
-    def _is_due(self, chunks: Sequence[ChunkSize]) -> bool:
+    def _is_due(self, chunks: Sequence[ChunkSize], now: float) -> bool:
         """Whether one of the needed tiers must be measured, again or for the first time."""
-        now = self._clock()
         tiers = [self._tiers[tier] for tier in {chunk.tier for chunk in chunks}]
-        due = self._prefill.count < OBSERVATIONS_MIN or any(
+        return self._prefill.count < OBSERVATIONS_MIN or any(
             tier.moving.count < OBSERVATIONS_MIN or now - tier.last_s >= RETRY_S for tier in tiers
         )
-        if due:
-            for tier in tiers:
-                tier.last_s = now
-        return due
 
     def _best(self, chunks: Sequence[ChunkSize], requests: int) -> int:
         token_s = requests * (self._prefill.seconds_per_unit or 0.0)
@@ -151,8 +147,4 @@ class AdmissionPolicy:
             saved_s += tokens * token_s - nbytes * byte_s[tier]
             if saved_s > best_s:
                 best_s, best = saved_s, number
-        if best:
-            now = self._clock()
-            for tier in {chunk.tier for chunk in chunks[:best]}:
-                self._tiers[tier].last_s = now
         return best

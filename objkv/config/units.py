@@ -47,8 +47,5 @@ def parse_size(text: str) -> int:
             f"{text[:_DIGITS_MAX]!r} is not a size; give bytes or a number and a unit, "
             "such as 512MiB or 10GiB"
         )
-    if found[2] is None:
-        scale = 1
-    else:
-        scale = (1024 if found[3] else 1000) ** ("KMGTP".index(found[2].upper()) + 1)
-    return int(Decimal(found[1]) * scale)
+    power = 0 if found[2] is None else "KMGTP".index(found[2].upper()) + 1
+    return int(Decimal(found[1]) * (1024 if found[3] else 1000) ** power)

@@ -10,7 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import chain, islice
+from itertools import islice
 from threading import Lock
 from typing import Any
 
@@ -339,8 +339,9 @@ class RedisIndex:
         fields = [f"{usage.namespace}:{kind}" for kind in _TOTALS]
         command: Command = ("HDEL", self._totals, *fields)
         if usage.payloads:
-            numbers = (usage.nbytes, usage.payloads, usage.counted_s)
-            command = ("HSET", self._totals, *chain(*zip(fields, numbers, strict=True)))
+            nbytes, payloads, counted = fields
+            numbers = (nbytes, usage.nbytes, payloads, usage.payloads, counted, usage.counted_s)
+            command = ("HSET", self._totals, *numbers)
         _checked("set usage", *self._flushed("set usage", command, early=True))
 
     def _count(self, namespace: str, nbytes: int, payloads: int) -> None:

@@ -97,6 +97,7 @@ def _created() -> frozenset[tuple[object, ...]]:
 _ALONE = 0o600
 _GROUP = 0o660
 _COMPANIONS = ("-wal", "-shm", "-journal")
+_RIGHTS = "this user needs write permission on the file and its folder"
 
 
 def prepare(path: Path) -> None:
@@ -119,7 +120,7 @@ def prepare(path: Path) -> None:
                 _check(companion, folder)
     except OSError as exc:
         denied = isinstance(exc, PermissionError)
-        fix = ": this user needs write permission on the file and its folder" if denied else ""
+        fix = f": {_RIGHTS}" if denied else ""
         raise StoreDenied(f"index {exc.filename or path}: {exc.strerror}{fix}") from exc
 
 
@@ -155,13 +156,19 @@ _CALL_S_MAX = 20.0
 """Limit for computing in SQLite per call. Even a large index needs less."""
 _STEPS = 10_000
 """Instructions of SQLite's virtual machine between two checks of the clock; below a millisecond."""
-_BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
-_BROKEN = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
-_REFUSED = {
-    sqlite3.SQLITE_READONLY,
-    sqlite3.SQLITE_CANTOPEN,
-    sqlite3.SQLITE_PERM,
-    sqlite3.SQLITE_AUTH,
+_BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+_REFUSED = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM)
+_BROKEN = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+_DAMAGED = (
+    "is damaged or not an objkv index ({}): stop all processes that use it, delete it and its -wal "
+    "and -shm files, then run objkv rebuild --apply; no KV is lost"
+)
+_MEANINGS: dict[int, tuple[type[StoreError], str]] = {
+    **dict.fromkeys(_BUSY, (StoreUnavailable, "is busy: {}")),
+    sqlite3.SQLITE_FULL: (StoreUnavailable, "the disk is full, free some space: {}"),
+    sqlite3.SQLITE_INTERRUPT: (StoreUnavailable, "the call exceeded its time limit: {}"),
+    **dict.fromkeys((*_REFUSED, sqlite3.SQLITE_AUTH), (StoreDenied, f"{{}}: {_RIGHTS}")),
+    **dict.fromkeys(_BROKEN, (StoreDenied, _DAMAGED)),
 }
 
 
@@ -226,9 +233,12 @@ class SqliteFile:
             yield connection
 
     def close(self) -> None:
+        self._use(self._place)
+
+    def _use(self, place: tuple[int, int] | None) -> None:
         with self._lock:
-            idle, self._idle = self._idle, []
-        for connection in idle:
+            unused, self._idle, self._place = self._idle, [], place
+        for connection in unused:
             connection.close()
 
     def _look(self) -> tuple[int, int] | None:
@@ -240,12 +250,8 @@ class SqliteFile:
             place = None
         else:
             place = found.st_dev, found.st_ino
-        stale: list[sqlite3.Connection] = []
-        with self._lock:
-            if place != self._place:
-                stale, self._idle, self._place = self._idle, [], place
-        for connection in stale:
-            connection.close()
+        if place != self._place:
+            self._use(place)
         return place
 
     def _open(self) -> sqlite3.Connection:
@@ -290,7 +296,8 @@ class SqliteFile:
         expected = _created()
         rows = connection.execute(_SCHEMA).fetchmany(len(expected) + 1)
         if len(rows) != len(expected) or frozenset(rows) != expected:
-            raise _damaged(self.path, "tables or triggers not created by objkv")
+            found = _DAMAGED.format("tables or triggers not created by objkv")
+            raise StoreDenied(f"index {self.path}: {found}")
 
     def _use_wal(self, connection: sqlite3.Connection) -> None:
         # Switching the mode does not wait for other users as statements do, so it is retried here.
@@ -311,29 +318,8 @@ def translated(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as exc:
-        code = _code(exc)
-        if code in _BUSY:
-            raise StoreUnavailable(f"index {path} is busy: {exc}") from exc
-        if code == sqlite3.SQLITE_FULL:
-            raise StoreUnavailable(
-                f"index {path}: the disk is full, free some space: {exc}"
-            ) from exc
-        if code == sqlite3.SQLITE_INTERRUPT:
-            raise StoreUnavailable(f"index {path}: the call exceeded its time limit") from exc
-        if code in _BROKEN:
-            raise _damaged(path, exc) from exc
-        if code in _REFUSED:
-            raise StoreDenied(
-                f"index {path}: {exc}: this user needs write permission on the file and its folder"
-            ) from exc
-        raise StoreError(f"index {path}: {exc}") from exc
-
-
-def _damaged(path: Path, what: object) -> StoreDenied:
-    return StoreDenied(
-        f"index {path} is damaged or not an objkv index ({what}): stop all processes that use "
-        "it, delete it and its -wal and -shm files, then run objkv rebuild --apply; no KV is lost"
-    )
+        kind, words = _MEANINGS.get(_code(exc), (StoreError, "{}"))
+        raise kind(f"index {path}: {words.format(exc)}") from exc
 
 
 def _bound(connection: sqlite3.Connection, seconds: float) -> None:
@@ -473,7 +459,8 @@ class SqliteIndex:
     def usage(self) -> list[Usage]:
         """Exact: does not count expired records that are still in the file."""
         now = self._clock()
-        return [Usage(*row, int(now)) for row in self._rows(_USAGE, now)]
+        rows = self._rows(_USAGE, now)
+        return [Usage(name, nbytes, payloads, int(now)) for name, nbytes, payloads in rows]
 
     def savings(self) -> list[Savings]:
         rows = self._rows("SELECT name, value FROM savings")
