@@ -273,9 +273,9 @@ class ChunkCache:
         return None if shards is None else shards.get(key.field)
 
     def save(self, path: str, payload: Buffer, header: Header) -> bool:
-        """Store ``payload``, then publish its record, which gives back the lease that the caller
-        holds. No reference to ``payload`` is kept. Return False if another writer's payload already
-        existed, whose record is published then.
+        """Store ``payload``, then publish its record, which gives back the caller's lease. No
+        reference to ``payload`` is kept. Return False if another writer's existed, whose record is
+        published.
 
         Raises ``StoreError`` if the bulk store fails. No record is published then, and the lease is
         still held.

@@ -1,8 +1,7 @@
 """Pins in the bulk store: documents that list which chunks to keep, and until when.
 
 Each pinned prefix has one document, ``<namespace>/pins/<hash of its last chunk>.json``. It is
-written before the index is updated and outlives that: whatever rebuilds an index or deletes
-payloads reads these documents first.
+written before the index is updated and outlives that: rebuilds and deletions read it first.
 """
 
 import json

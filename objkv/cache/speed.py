@@ -14,9 +14,9 @@ _WEIGHT_MAX = 4
 
 
 class Typical:
-    """The typical recent time for one unit of work (a byte, a token): the median, weighted by
-    units, of the last few pieces. With an average, one that took a hundred times too long would
-    dominate until a hundred others follow. Thread-safe."""
+    """The typical recent time for one unit of work (a byte, a token): the median of the last few
+    pieces, weighted by units. One that took a hundred times too long must not dominate.
+    Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = Lock()

@@ -136,8 +136,8 @@ class ReadIndex(Protocol):
         self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
     ) -> list[ShardRecords | None]:
         """Return, for each chunk of a whole prompt, those of ``fields`` that its record has, or
-        None if it has none of them. Takes as many round trips as ``lookup``. Requests use it, so
-        each microsecond per chunk matters."""
+        None without any. Takes as many round trips as ``lookup``. Each microsecond per chunk
+        matters."""
 
     def scan(self, namespace: str) -> Iterator[Record]:
         """Yield all records of a namespace in no order. May miss or repeat concurrent changes."""
@@ -164,9 +164,8 @@ class WriteIndex(ReadIndex, Protocol):
         self, chunk: ChunkEntry, shards: ShardRecords, *, ttl_s: int, lease: Lease | None = None
     ) -> None:
         """Add or replace these shard fields of the chunk's record, whose payloads can be read
-        already. It then lives for ``ttl_s`` seconds from now, or until its pin ends if that is
-        later. Readers see all of these fields or none. ``lease``: one of this chunk's payloads,
-        given back in the same call."""
+        already, all at once. It then lives for ``ttl_s`` seconds from now, or until its pin ends if
+        that is later. ``lease``: one of this chunk's payloads, given back in the same call."""
 
     def touch(self, namespace: str, prefix_hashes: Sequence[bytes], *, ttl_s: int) -> None:
         """Count one hit for each record that exists, and renew its time to live."""
@@ -190,9 +189,8 @@ class WriteIndex(ReadIndex, Protocol):
 
     def record_sightings(self, names: Sequence[str], *, ttl_s: int) -> list[bool]:
         """Record that payloads were made, and return for each whether that was recorded before, at
-        most ``ttl_s`` seconds ago. This is no record: nothing is stored, found or counted by it.
-        Takes one pipelined round trip (one per node on a cluster). An index that keeps no sightings
-        returns False for all."""
+        most ``ttl_s`` seconds ago; False if the index keeps none. Nothing is stored, found or
+        counted by it. Takes one pipelined round trip (one per node on a cluster)."""
 
 
 class PruneIndex(WriteIndex, Protocol):

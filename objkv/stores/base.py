@@ -118,9 +118,8 @@ class WriteValues(ReadValues, Protocol):
     def put_if_absent(self, key: str, value: Buffer) -> bool:
         """Write ``value`` atomically unless ``key`` exists. Return True if this call wrote it.
 
-        Readers see the whole value or none of it, also after a crash of the writer or the host. Of
-        racing writers exactly one gets True; none, if the store repeated the put that wrote because
-        its response was lost. No reference to ``value`` is kept.
+        Readers see the whole value or none of it, also after a crash. Of racing writers exactly one
+        gets True; none, if the put that wrote was repeated. No reference to ``value`` is kept.
         """
 
     def put(self, key: str, value: Buffer) -> None:

@@ -5,8 +5,7 @@ moves bytes from its own connections to memory that it shares with the agent tha
 guards, verification and counters stay with the agent. See decision 40.
 
 That memory is never the agent's arena: the agent copies what has arrived, and verifies the copy. So
-a process that writes late, or after it was given up, changes nothing that is read: its memory goes
-when it ends, and its successor has another.
+a process that writes late changes nothing that is read.
 
 It has a thread per channel, which carries one get at a time in datagrams of JSON: a request,
 answers with the bytes that have arrived, and a last answer.

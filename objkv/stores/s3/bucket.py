@@ -54,9 +54,8 @@ class S3Endpoint:
     """What the signer needs for a session of a directory bucket."""
 
     def signed(self, method: str, key: str, extra: dict[str, str]) -> bytes:
-        """Return the head of a request for ``key``, signed with the client's current credentials.
-        ``extra``: headers by lower-case name, signed too. Raises ``StoreDenied`` and the client's
-        exceptions, for example if credentials are missing."""
+        """Return the signed head of a request for ``key``. ``extra``: headers by lower-case name,
+        signed too. Raises ``StoreDenied`` and the client's exceptions."""
         credentials = self.signer.get_auth_instance(
             self.service, self.region, self.version, **self.session
         ).credentials
