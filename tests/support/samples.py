@@ -66,34 +66,44 @@ def save(
     width: int = 8,
     namespace: str = NAMESPACE,
     salt: str | None = None,
+    size: int = CHUNK,
+    created_s: int = CREATED_S,
+    ttl_s: int = 3_600,
 ) -> list[ChunkKey]:
-    """Save every whole chunk of ``tokens``; bulk first, then the record. A payload has
-    64 bytes for each head and each of ``width``."""
-    hashes = prefix_hashes(namespace, tokens, CHUNK, PromptExtras(salt=salt))
+    """Save every whole chunk of ``tokens``, each of ``size``; bulk first, then the record. A
+    payload has four bytes for each token, head and each of ``width``."""
+    hashes = prefix_hashes(namespace, tokens, size, PromptExtras(salt=salt))
     keys = []
     for number, prefix_hash in enumerate(hashes):
         parent = hashes[number - 1] if number else root_hash(namespace)
-        chunk = ChunkEntry(namespace, prefix_hash, parent, number * CHUNK, (number + 1) * CHUNK)
+        chunk = ChunkEntry(namespace, prefix_hash, parent, number * size, (number + 1) * size)
         for shard in shards:
             key = ChunkKey(namespace, prefix_hash, 0, shard)
-            payload = payload_of(key, chunk, tokens, codec, width=width)
+            payload = payload_of(key, chunk, tokens, codec, width=width, created_s=created_s)
             bulk.put_if_absent(key.path(), payload)
             if index is not None:
-                index.publish(chunk, {key.field: shard_record(read_header(payload))}, ttl_s=3_600)
+                index.publish(chunk, {key.field: shard_record(read_header(payload))}, ttl_s=ttl_s)
             keys.append(key)
     return keys
 
 
 def payload_of(
-    key: ChunkKey, chunk: ChunkEntry, tokens: Sequence[int], codec: str, *, width: int = 8
+    key: ChunkKey,
+    chunk: ChunkEntry,
+    tokens: Sequence[int],
+    codec: str,
+    *,
+    width: int = 8,
+    created_s: int = CREATED_S,
 ) -> bytes:
     """A payload of compressible pages, in which everything is told truly."""
+    blocks = (chunk.token_end - chunk.token_start) // 8
     heads = 2 if key.shard is None else key.shard.head_end - key.shard.head_start
-    layers = [LayerSpec(name, "BF16", (CHUNK // 8, heads, 8, width)) for name in ("l.0", "l.1")]
+    layers = [LayerSpec(name, "BF16", (blocks, heads, 8, width)) for name in ("l.0", "l.1")]
     pages = [bytes([number]) * layer.nbytes for number, layer in enumerate(layers)]
     digest = token_digest(tokens[chunk.token_start : chunk.token_end])
     claim = Claim(key, chunk.parent_hash, chunk.token_start, chunk.token_end)
-    provenance = Provenance(digest, "host-1:4242", CREATED_S + chunk.token_start)
+    provenance = Provenance(digest, "host-1:4242", created_s + chunk.token_start)
     return bytes(encode(claim, layers, pages, codec=codec, provenance=provenance))
 
 
