@@ -49,8 +49,10 @@ class MemoryIndex:
 
     def usage(self) -> list[Usage]:
         now_s, found = int(self._clock()), []
-        for name in self.namespaces():
-            shards = [shard for record in self.scan(name) for shard in record.shards.values()]
+        for name in MemoryIndex.namespaces(self):
+            shards = [
+                shard for record in MemoryIndex.scan(self, name) for shard in record.shards.values()
+            ]
             found.append(Usage(name, sum(one.nbytes for one in shards), len(shards), now_s))
         return found
 

@@ -4,8 +4,11 @@ from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any, Final
 
+import numpy as np
+
 from objkv.cache.chunks import shard_record
 from objkv.codec.payload import Claim, LayerSpec, Provenance, encode, read_header
+from objkv.codec.seal import Seal
 from objkv.index.base import ChunkEntry, PruneIndex, WriteIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import (
@@ -95,16 +98,22 @@ def payload_of(
     *,
     width: int = 8,
     created_s: int = CREATED_S,
+    seal: Seal | None = None,
+    is_varied: bool = False,
 ) -> bytes:
-    """A payload of compressible pages, in which everything is told truly."""
+    """A payload of ``chunk``, which ends in ``tokens``, in which everything is told truly. Its
+    pages are compressible, and depend on its key if ``is_varied``."""
     blocks = (chunk.token_end - chunk.token_start) // 8
     heads = 2 if key.shard is None else key.shard.head_end - key.shard.head_start
     layers = [LayerSpec(name, "BF16", (blocks, heads, 8, width)) for name in ("l.0", "l.1")]
     pages = [bytes([number]) * layer.nbytes for number, layer in enumerate(layers)]
+    if is_varied:
+        chance = np.random.default_rng(list(key.prefix_hash))
+        pages = [chance.integers(0, 4, layer.nbytes, np.uint8).tobytes() for layer in layers]
     digest = token_digest(tokens[chunk.token_start : chunk.token_end])
     claim = Claim(key, chunk.parent_hash, chunk.token_start, chunk.token_end)
     provenance = Provenance(digest, "host-1:4242", created_s + chunk.token_start)
-    return bytes(encode(claim, layers, pages, codec=codec, provenance=provenance))
+    return bytes(encode(claim, layers, pages, codec=codec, provenance=provenance, seal=seal))
 
 
 def view_of(
