@@ -54,9 +54,9 @@ and would wait for Python's usual 5 ms behind threads that fetch."""
 
 
 def _lease_owner(path: Path) -> str:
-    """Return the owner of an agent's leases: the same for one that starts again after a kill, so
-    that it need not wait until they expire. During a replacement two agents have it: a payload that
-    both save is sent twice, and stored once."""
+    """Return the owner of an agent's leases: the same after a restart, which need not wait until
+    they expire. Two agents of a replacement have it: what both save is sent twice, and stored
+    once."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         # Containers may have the same host name, and the same path in other folders.

@@ -1,8 +1,7 @@
 """Opens stores and index from the settings, each behind its guard (``objkv.net.guard``).
 
 Opening sends nothing and creates nothing: errors appear in the first call, or in
-``check_backends``. The clients of Redis and S3 are imported only if the settings use them, because
-the two take a second.
+``check_backends``. The clients of Redis and S3 take a second to import, so only what is used is.
 """
 
 import logging
@@ -114,7 +113,6 @@ def call_s(config: Config) -> float:
 
 
 def open_index(config: Config, recorder: Recorder, *, logs: bool = True) -> WriteIndex:
-    """Open the index alone, guarded."""
     return GuardedIndex(_index_place(config), _guard("index", config, recorder, logs=logs))
 
 

@@ -18,7 +18,7 @@ from redis.credentials import CredentialProvider
 
 from objkv.errors import ConfigError
 from objkv.net.deadline import ends_s
-from objkv.net.redis_errors import NoCredentials
+from objkv.net.redis_errors import NotTried
 from objkv.redact import keep_secret, without_secrets
 
 WAIT_S = 2.0
@@ -42,28 +42,28 @@ class RenewedCredentials(CredentialProvider):
         self._process = os.getpid()
 
     def get_credentials(self) -> tuple[str] | tuple[str, str]:
-        """Return user and password, or a password, within ``WAIT_S``. Raises ``NoCredentials``."""
+        """Return user and password, or a password, within ``WAIT_S``. Raises ``NotTried``."""
         left_s = min(WAIT_S, ends_s() - time.monotonic())
         call = self._current_call()
         try:
             # The operator's code may raise anything, SystemExit too: it is read, not raised here.
             error = call.exception(max(0.0, left_s))
         except TimeoutError:
-            raise NoCredentials(
+            raise NotTried(
                 f"redis_credentials: {self._name} returned nothing within {WAIT_S:g} s"
             ) from None
         if error is not None:  # not chained: a traceback may quote a token
             reason = without_secrets(f"{type(error).__name__}: {error}")
-            raise NoCredentials(f"redis_credentials: {self._name} failed: {reason}")
+            raise NotTried(f"redis_credentials: {self._name} failed: {reason}")
         found = call.result()
         words = tuple(found) if isinstance(found, tuple | list) else ()
         if len(words) not in (1, 2) or not all(isinstance(word, str) for word in words):
-            raise NoCredentials(
+            raise NotTried(
                 f"redis_credentials: {self._name} must return (user, password) or (password,)"
             )
         keep_secret(words[-1])
         if not all(word.isprintable() for word in words):
-            raise NoCredentials(
+            raise NotTried(
                 f"redis_credentials: {self._name} returned a line break or another control "
                 "character: remove it there"
             )

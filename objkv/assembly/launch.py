@@ -24,8 +24,7 @@ IDLE_EXIT_S: Final = 600
 _PAUSES_S = "1 2 4 8 16 32 60 60 60 60 60 60"
 """After each agent that cannot start, or is killed. Then a replica has to ask for another one."""
 _KEEP = 'for pause in %s; do "$@" && break; sleep $pause; done'
-"""Starts agents until one ends in order. They are children of this shell, because process 1 of a
-container often reaps no others."""
+"""Starts agents until one ends in order, as their parent: a container's process 1 may reap none."""
 _LEAVE_NOTHING = '; rm -f "$0".*'
 """The end of the agent of one replica: no other replica uses the name."""
 _BACKLOG = 128

@@ -27,7 +27,7 @@ from objkv.config import Config, Url, is_this_machine, parse_url
 from objkv.errors import ConfigError, StoreUnavailable
 from objkv.index.base import ServerFacts
 from objkv.net.deadline import ends_s
-from objkv.net.redis_errors import CLIENT_ERRORS, ClearRefused
+from objkv.net.redis_errors import CLIENT_ERRORS, NotTried
 from objkv.net.resp import DeadlinePool, keep_deadlines
 
 
@@ -37,7 +37,7 @@ class ClearConnection(redis.Connection):
 
     def _connect(self) -> Any:
         if not is_this_machine(str(self.host)):
-            raise ClearRefused(
+            raise NotTried(
                 f"a server on this machine redirected to {self.host}, another machine, which "
                 "would send credentials and payloads over the network unencrypted: use "
                 "rediss, or set allow_plaintext to index on a private network"
@@ -87,9 +87,8 @@ def connect_redis(config: Config) -> Client:
 def _options(place: Url, config: Config) -> dict[str, Any]:
     """Return the options of every connection.
 
-    The time-outs only limit how long a dead server blocks, with floors above a lookup's deadline:
-    its caller enforces that. A socket that times out is closed, and a new one with TLS costs more
-    than the late reply.
+    The time-outs only limit how long a dead server blocks, with floors above a lookup's deadline,
+    which its caller enforces: a new socket with TLS costs more than a late reply.
     """
     deadline_s = config.lookup_deadline_ms / 1000
     read_s = backends.read_s(config)
@@ -233,7 +232,6 @@ class _LazyCluster:
         return getattr(self._client, name)
 
     def close(self) -> None:
-        """Close the client, if it was ever opened."""
         with self._lock:
             if self._client is not None:
                 self._client.close()

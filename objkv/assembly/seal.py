@@ -30,12 +30,10 @@ _COMMAND_S = 10.0
 def open_seal(
     config: Config, *, tenant: str | None = None, seals: tuple[str, ...] | None = None
 ) -> Seal | None:
-    """Return the seal of ``tenant``, by default the configured one; None if payloads are not
-    sealed.
+    """Return the seal of ``tenant``, by default the configured one, if payloads are sealed.
 
     ``seals``: the ways to seal, ``signed`` and ``encrypted``; by default as configured. Reads key
-    files and runs key commands, once each. Raises ``ConfigError``, also if keys for one of these
-    ways are not configured.
+    files and runs key commands, once each. Raises ``ConfigError``, also for missing keys.
     """
     seals = config.seal_kinds if seals is None else seals
     if not seals:

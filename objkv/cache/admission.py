@@ -36,8 +36,6 @@ RETRY_S = 30.0
 
 
 class ChunkSize(NamedTuple):
-    """Size of one chunk of a match."""
-
     nbytes: int
     """Of this worker's payloads, as stored."""
     tokens: int
@@ -95,7 +93,6 @@ class AdmissionPolicy:
             self._tiers[tier].observe(nbytes, load)
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """Record that a step computed ``tokens`` in ``seconds``."""
         if tokens >= STEP_TOKENS_MIN:
             self._prefill.observe(tokens, seconds)
 
@@ -112,13 +109,13 @@ class AdmissionPolicy:
         return prefill.seconds_per_unit if prefill.count >= OBSERVATIONS_MIN else None
 
     def admit(self, chunks: Sequence[ChunkSize], *, waiting: int = 0) -> int:
-        """Return how many leading chunks to load: what saves most time for this request and those
-        ``waiting`` behind it."""
+        """Return how many leading chunks to load: what saves this and ``waiting`` requests most."""
         if (decided := self.decided) is not None or not chunks:
             return len(chunks) if decided else 0
-        if self._is_due(chunks):
-            return len(chunks)
-        admitted = self._best(chunks, 1 + waiting)
+        now = self._clock()
+        admitted = len(chunks) if self._is_due(chunks, now) else self._best(chunks, 1 + waiting)
+        for tier in {chunk.tier for chunk in chunks[:admitted]}:
+            self._tiers[tier].last_s = now
         if admitted < len(chunks):
             refused = sum(chunk.tokens for chunk in chunks[admitted:])
             self._recorder.count("admission_refused_tokens", refused)
@@ -132,17 +129,12 @@ class AdmissionPolicy:
                 )
         return admitted
 
-    def _is_due(self, chunks: Sequence[ChunkSize]) -> bool:
+    def _is_due(self, chunks: Sequence[ChunkSize], now: float) -> bool:
         """Whether one of the needed tiers must be measured, again or for the first time."""
-        now = self._clock()
         tiers = [self._tiers[tier] for tier in {chunk.tier for chunk in chunks}]
-        due = self._prefill.count < OBSERVATIONS_MIN or any(
+        return self._prefill.count < OBSERVATIONS_MIN or any(
             tier.moving.count < OBSERVATIONS_MIN or now - tier.last_s >= RETRY_S for tier in tiers
         )
-        if due:
-            for tier in tiers:
-                tier.last_s = now
-        return due
 
     def _best(self, chunks: Sequence[ChunkSize], requests: int) -> int:
         token_s = requests * (self._prefill.seconds_per_unit or 0.0)
@@ -155,8 +147,4 @@ class AdmissionPolicy:
             saved_s += tokens * token_s - nbytes * byte_s[tier]
             if saved_s > best_s:
                 best_s, best = saved_s, number
-        if best:
-            now = self._clock()
-            for tier in {chunk.tier for chunk in chunks[:best]}:
-                self._tiers[tier].last_s = now
         return best

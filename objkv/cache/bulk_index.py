@@ -4,8 +4,7 @@ For shared folders, including network file systems, where SQLite must not be use
 than others: a lookup checks every payload's file, and operators' queries read every header. Nothing
 expires and no hits are counted. Pins are in the documents of ``objkv.cache.pins``.
 
-Also an index whose records are found by listing the bulk store where the server refuses to scan
-keys.
+Also an index that lists the bulk store where its server refuses to scan keys.
 """
 
 import logging
@@ -66,8 +65,7 @@ class BulkIndex:
     def find(
         self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
     ) -> list[ShardRecords | None]:
-        """Checks each payload's file. Stops at the first missing chunk, as every match does, and
-        returns None for the later ones."""
+        """Checks each payload's file up to the first missing chunk, as later ones match nothing."""
         found: list[ShardRecords | None] = [None] * len(prefix_hashes)
         for place, prefix_hash in enumerate(prefix_hashes):
             shards = {
@@ -150,7 +148,6 @@ class BulkIndex:
         return any(stored_payloads(self._store, _folder(namespace, prefix_hash)))
 
     def drop(self, namespace: str, prefix_hash: bytes) -> bool:
-        """Deletes the payloads."""
         payloads = list(stored_payloads(self._store, _folder(namespace, prefix_hash)))
         deleted = [self._store.delete(entry.key) for _, entry in payloads]
         return any(deleted)
@@ -207,8 +204,7 @@ def is_listed(index: object) -> bool:
 
 
 class ListedIndex(GuardedIndex):
-    """A guarded index that lists ``bulk`` once the server has refused a scan. Does not close
-    ``bulk``.
+    """A guarded index that lists ``bulk``, which stays open, once the server has refused a scan.
 
     Only the role sweeper may scan a Redis, because that shows the keys of other tenants. Every role
     may list its own prefix of the bulk store and look chunks up, so commands that read work with a

@@ -2,8 +2,7 @@
 
 A save writes the bulk store first, then the hot store, and the index record last; a forget begins
 with the record. So a crash leaves orphans, but never a record of an unreadable payload. The bulk
-store is authoritative: a hot copy is a shortcut, and a missing index costs sharing, not
-correctness.
+store is authoritative: without a hot copy or the index only time is lost.
 """
 
 from collections import OrderedDict
@@ -141,8 +140,7 @@ def stored_payloads(bulk: ReadStore, prefix: str) -> Iterator[tuple[ChunkKey, En
 
 
 KEEP_S = 30.0
-"""How long a chunk is not saved again: requests that were looked up before its save may be
-queued."""
+"""How long a chunk is not saved again: requests looked up before its save may be queued."""
 
 
 class InFlightSaves:
@@ -169,11 +167,9 @@ class InFlightSaves:
             return True
 
     def mark_saved(self, path: str) -> None:
-        """Record that the payload is stored and published."""
         self._saved.add(path, KEEP_S)
 
     def is_saved(self, path: str) -> bool:
-        """Whether ``path`` was stored and published lately."""
         return path in self._saved
 
     def end(self, path: str) -> None:
@@ -186,8 +182,7 @@ class InFlightSaves:
 
 
 LEASE_MS: Final = 30_000
-"""How long a process may take to save a chunk before others do it too: several times what a put
-takes."""
+"""How long a save may take before others do it too: several times what a put takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,16 +248,14 @@ class ChunkCache:
             return True
 
     def release_lease(self, path: str) -> None:
-        """Give the lease of a save that failed back early, so that another process can save the
-        payload; otherwise it expires."""
+        """Give the lease of a failed save back early, so that another process can save."""
         try:
             self._index.release(path, self._settings.writer)
         except StoreError:
             self._recorder.count("lease_errors")
 
     def record_sightings(self, paths: Sequence[str]) -> list[bool]:
-        """Return for each payload whether it was made before, see ``WriteIndex``; if the index
-        fails, none was."""
+        """Return whether each was made before, see ``WriteIndex``; none if the index fails."""
         if not paths:
             return []
         try:
@@ -272,7 +265,6 @@ class ChunkCache:
             return [False] * len(paths)
 
     def flush_totals(self) -> None:
-        """Have the index send its totals, see ``WriteIndex.flush``."""
         with suppress(StoreError):
             self._index.flush()
 
@@ -282,9 +274,9 @@ class ChunkCache:
         return None if shards is None else shards.get(key.field)
 
     def save(self, path: str, payload: Buffer, header: Header) -> bool:
-        """Store ``payload``, then publish its record, which gives back the lease that the caller
-        holds. No reference to ``payload`` is kept. Return False if another writer's payload already
-        existed, whose record is published then.
+        """Store ``payload``, then publish its record, which gives back the caller's lease. No
+        reference to ``payload`` is kept. Return False if another writer's existed, whose record is
+        published.
 
         Raises ``StoreError`` if the bulk store fails. No record is published then, and the lease is
         still held.
@@ -358,7 +350,6 @@ class ChunkCache:
 def publish_record(
     index: WriteIndex, header: Header, *, hot: bool, ttl_s: int, lease: Lease | None = None
 ) -> None:
-    """Publish the record of a stored payload. See ``WriteIndex.publish``."""
     claim, key = header.claim, header.claim.key
     chunk = ChunkEntry(
         key.namespace, key.prefix_hash, claim.parent_hash, claim.token_start, claim.token_end

@@ -25,12 +25,10 @@ logger = logging.getLogger(__name__)
 Records = tuple[ShardRecords | None, ...]
 """The found shards of each chunk of a prompt, in order."""
 _ANSWER_S = 2.0
-"""An agent takes microseconds, unless it is stopped, its index is down, or the machine very
-busy."""
+"""An agent takes microseconds, unless it is stopped or busy, or its index is down."""
 _CLOSE_S_MAX = 5.0
 _IN_TIME_S = 10.0
-"""Lookups work again when none was late for this time: a log must not have two lines per
-request."""
+"""Lookups work again if none was late for this time: no two lines of log per request."""
 
 
 class Hashes(Protocol):
@@ -52,8 +50,6 @@ LOOKUP_QUEUE_MAX: Final = 1024
 
 @dataclass(frozen=True, slots=True)
 class LookupLimits:
-    """Limits of time, number and age."""
-
     deadline_s: float
     """After this time a lookup is a miss. ``close`` waits this long, at most 5 s."""
     queue_max: int = LOOKUP_QUEUE_MAX
@@ -158,8 +154,7 @@ class LookupService:
         self._thread.wait(seconds)
 
     def wait_for(self, request_id: str, seconds: float) -> bool:
-        """Block at most ``seconds`` until the request's pending lookup finishes. Return whether one
-        has."""
+        """Wait for the request's pending lookup. Return whether there was one that finished."""
         memo = self._memos.get(request_id)
         if memo is None or memo.future is None:
             return False
@@ -246,8 +241,6 @@ _KEPT_S: Final = 600.0
 
 
 class RecordIndex(FindIndex, Protocol):
-    """The part of an index that this needs."""
-
     def lookup(
         self, namespace: str, prefix_hashes: Sequence[bytes]
     ) -> Steps[list[Record | None]] | list[Record | None]:
@@ -282,8 +275,7 @@ class OtherShapesIndex:
     def find(
         self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
     ) -> Steps[list[ShardRecords | None]]:
-        """Find ``fields``, and the parts of leading chunks that lack something: up to the second
-        shape that was not met before."""
+        """Find ``fields``, and parts of leading chunks, up to the second shape not met before."""
         found = list((yield from in_steps(self._inner.find(namespace, prefix_hashes, fields))))
         if namespace != self._namespace:
             self._namespace, self._parts, self._due = namespace, (), -inf
@@ -319,7 +311,6 @@ class OtherShapesIndex:
                 self._parts_end = self._clock() + _KEPT_S
 
     def _count_stored(self, found: Sequence[ShardRecords | None]) -> int:
-        """Return how many leading chunks lack nothing."""
         stored = takewhile(lambda one: one is not None and self._is_stored(one), found)
         return sum(1 for _ in stored)
 

@@ -79,8 +79,7 @@ def keeps_all(group: GroupIdentity) -> bool:
 
 
 def needed_from(group: GroupIdentity, end: int) -> int:
-    """Return the first token before ``end`` whose KV or state is needed to compute later tokens;
-    ``end`` if there is none.
+    """Return the first token before ``end``, or ``end``, whose KV or state later tokens need.
 
     Source: vLLM 0.31-0.33, ``get_num_skipped_tokens``, ``v1/core/single_type_kv_cache_manager.py``.
     """

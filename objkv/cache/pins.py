@@ -1,8 +1,7 @@
 """Pins in the bulk store: documents that list which chunks to keep, and until when.
 
 Each pinned prefix has one document, ``<namespace>/pins/<hash of its last chunk>.json``. It is
-written before the index is updated and outlives that: whatever rebuilds an index or deletes
-payloads reads these documents first.
+written before the index is updated and outlives that: rebuilds and deletions read it first.
 """
 
 import json
@@ -29,8 +28,6 @@ _HASH = re.compile(f"[0-9a-f]{{{2 * PREFIX_HASH_BYTES}}}")
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """One pinned prefix."""
-
     namespace: str
     chunks: tuple[bytes, ...]
     """Prefix hashes of all its chunks, in order."""
@@ -62,8 +59,7 @@ class Pin:
 
 
 def is_author(text: str) -> bool:
-    """Whether a pin may name ``text`` as its author. A document with further brackets is not
-    parsed."""
+    """Whether a pin may name ``text`` as its author: without brackets, which are counted."""
     return 0 < len(text) <= AUTHOR_CHARS_MAX and text.isprintable() and not set(text) & set("[]{}")
 
 
@@ -76,8 +72,7 @@ def pin_path(namespace: str, leaf: bytes) -> str:
 
 
 def parse_pin(document: bytes, path: str) -> Pin:
-    """Parse the pin ``document`` at ``path``. Raises ``PayloadError`` if ``Pin.document`` would not
-    write this content at this path."""
+    """Return the pin. Raises ``PayloadError`` unless ``Pin.document`` writes this at ``path``."""
     try:
         # Nested lists take fifty times their own size in memory.
         if document.count(b"[") + document.count(b"{") > 2 or document.count(b",") > _COMMAS_MAX:

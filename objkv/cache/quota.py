@@ -38,13 +38,11 @@ _ENDED = -2
 
 
 class AutoSweep:
-    """Sweeps the machine's own bulk folder when called, unless that was done recently, because no
-    operator does. Thread-safe.
+    """Sweeps the machine's own bulk folder, which no operator does, but not often. Thread-safe.
 
     The sweep runs in child processes, because it reads every record. A lease allows one per machine
     and enforces a pause after it. A sweep evicts only payloads with records, so expired or lost
-    ones are restored first. Payloads still without one are unreadable, and the sweep deletes them,
-    however many there are.
+    ones are restored first. Those still without one are unreadable, and deleted.
     """
 
     def __init__(self, index: WriteIndex, settings: Mapping[str, str], recorder: Recorder) -> None:
@@ -130,8 +128,7 @@ _CLOSE_S = 1.0
 
 class Quota:
     """There is room until ``used``, which raises only ``StoreError``, returns at least
-    ``limit_bytes``. Thread-safe. A thread of its own calls ``used``, after calls of
-    ``has_room``."""
+    ``limit_bytes``. Thread-safe. Its thread calls ``used`` after ``has_room``."""
 
     def __init__(
         self,
@@ -213,7 +210,6 @@ class Quota:
                     return
 
     def relieve(self) -> None:
-        """Have room made if there is none."""
         if self._relief is not None and self.is_full and self._relief():
             self.read()
 

@@ -14,15 +14,14 @@ _WEIGHT_MAX = 4
 
 
 class Typical:
-    """The typical recent time for one unit of work (a byte, a token): the median, weighted by
-    units, of the last few pieces. With an average, one that took a hundred times too long would
-    dominate until a hundred others follow. Thread-safe."""
+    """The typical recent time for one unit of work (a byte, a token): the median of the last few
+    pieces, weighted by units. One that took a hundred times too long must not dominate.
+    Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._recent: deque[tuple[float, int]] = deque(maxlen=_RECENT_MAX)
         self.count = 0
-        """Number of pieces of work."""
         self.seconds_per_unit: float | None = None
         """None before the first observation."""
 
@@ -44,8 +43,7 @@ class Typical:
 
 
 class LinkSpeed:
-    """One process's view of the link to the bulk store: the speed of a call among concurrent
-    ones."""
+    """The link to the bulk store, as one process measures it among concurrent calls."""
 
     def __init__(self) -> None:
         self.puts, self.gets = Typical(), Typical()

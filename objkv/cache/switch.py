@@ -52,7 +52,6 @@ class Switch:
             raise ValueError("an order's values are out of bounds")
 
     def scope(self) -> str:
-        """Return whom it is for, in words."""
         return "all replicas" if self.namespace is None else f"replicas of {self.namespace[:8]}"
 
     def end(self) -> str:
@@ -83,8 +82,7 @@ def read_switches(bulk: ReadStore) -> tuple[Switch, ...]:
 
 def set_switch(bulk: WriteStore, switch: Switch) -> None:
     """Give an order, in place of an earlier one for the same namespace or for the fleet. Of two at
-    the same moment the later wins. Raises ``StoreError``, and ``ConfigError`` if there are too
-    many."""
+    once the later wins. Raises ``StoreError``, and ``ConfigError`` for too many."""
     _write(bulk, [switch, *_others(bulk, switch.namespace, switch.created_s)])
 
 
@@ -125,8 +123,7 @@ class AdmissionSwitch:
         *,
         clock: Callable[[], float] = time,
     ) -> None:
-        """``configured`` applies without an order. ``submit`` runs a job in the background, or
-        refuses."""
+        """``configured`` applies without an order. ``submit`` runs a job in the background."""
         self._configured: Mode = configured
         self._bulk = bulk
         self._namespace = namespace

@@ -46,8 +46,6 @@ class ChunkCost:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Which payloads are put, and why."""
-
     puts: Puts
     break_even: float | None
     """None while it is not known."""
@@ -59,8 +57,6 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class PutRule:
-    """The settings that decide."""
-
     setting: Literal["auto", "all", "reused"]
     prices: Prices
     life_s: float
@@ -70,7 +66,6 @@ class PutRule:
 
     @classmethod
     def of(cls, config: Config) -> Self:
-        """Return the rule of these settings."""
         life_s = max(config.ttl_s, config.sweep_grace_s) + SWEEP_WAIT_S
         return cls(
             config.save_to_bucket, prices_of(config), life_s, config.agent_disk_url is not None
@@ -108,8 +103,7 @@ class PutRule:
         return self.cost_usd(chunk) / worth_s if worth_s else math.inf
 
     def decide(self, chunk: ChunkCost, before: Puts = "reused") -> Decision:
-        """Return what is put of chunks like this one: between the two limits, what was
-        ``before``."""
+        """Return what is put of such chunks: between the two limits, what was ``before``."""
         share = self.break_even(chunk)
         if self.setting != "auto":
             return Decision(self.setting, share, "save_to_bucket says so")
@@ -172,8 +166,7 @@ class PutPolicy:
                 one.decided_from = -math.inf  # at the next payload
 
     def decisions(self) -> dict[str, Decision]:
-        """Return what was decided last, by namespace, which is empty if the settings alone
-        decide."""
+        """Return the last decisions, by namespace, empty if the settings alone decide."""
         if self.rule.is_fixed:
             return {"": replace(self.rule.decide(ChunkCost(0, 0)), break_even=None)}
         with self._lock:

@@ -41,8 +41,8 @@ def agent_socket(config: Config) -> Path | None:
     """Return where the agent for these settings listens; None if each replica has its own. Raises
     ``ConfigError`` without a private folder for the socket.
 
-    With ``auto``, replicas have an agent in common if all settings but ``_REPLICAS_OWN``, and AWS's
-    variables, are the same.
+    With ``auto``, replicas share an agent if AWS's variables and all settings but ``_REPLICAS_OWN``
+    are the same.
     """
     if config.agent == "private":
         return None
@@ -166,7 +166,6 @@ def _container_limits() -> Iterator[int]:
 
 
 def arena_bytes(config: Config) -> int:
-    """Return the size of an agent's arena."""
     return config.agent_memory_bytes or host_bytes() // _MEMORY_SHARE
 
 

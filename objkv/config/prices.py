@@ -1,5 +1,4 @@
-"""What a bucket and a GPU cost: list prices of the providers that an endpoint names, or
-settings."""
+"""What a bucket and a GPU cost: the list prices of an endpoint's provider, or settings."""
 
 import ipaddress
 from contextlib import suppress
@@ -63,11 +62,9 @@ _FOLDER: Final = replace(_NOTHING, source="a folder")
 def prices_of(config: Config, *, folder: Prices = _FOLDER) -> Prices:
     """Return the prices of the bucket and of a GPU. Settings replace those of the endpoint; one
     that is not known costs what S3 Standard does. Names are not resolved."""
-    known, given = _known(config, folder), {}
-    if config.price_gb_month is not None:
-        given["gb_month"] = config.price_gb_month
-    if config.price_puts is not None:
-        given["per_1000_puts"] = config.price_puts
+    known = _known(config, folder)
+    settings = {"gb_month": config.price_gb_month, "per_1000_puts": config.price_puts}
+    given = {name: price for name, price in settings.items() if price is not None}
     source = "settings" if len(given) == 2 else known.source  # both
     return replace(known, **given, gpu_hour=config.price_gpu_hour, source=source)
 

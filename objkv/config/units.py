@@ -21,8 +21,7 @@ _DIGITS_MAX: Final = 24
 
 
 def parse_duration(text: str) -> Decimal:
-    """Return a duration in seconds, exactly. A number without a unit is in seconds. Raises
-    ``ValueError``.
+    """Return a duration in seconds, exactly. Seconds need no unit. Raises ``ValueError``.
 
     >>> [float(parse_duration(text)) for text in ("90s", "2h", "1500ms")]
     [90.0, 7200.0, 1.5]
@@ -48,8 +47,5 @@ def parse_size(text: str) -> int:
             f"{text[:_DIGITS_MAX]!r} is not a size; give bytes or a number and a unit, "
             "such as 512MiB or 10GiB"
         )
-    if found[2] is None:
-        scale = 1
-    else:
-        scale = (1024 if found[3] else 1000) ** ("KMGTP".index(found[2].upper()) + 1)
-    return int(Decimal(found[1]) * scale)
+    power = 0 if found[2] is None else "KMGTP".index(found[2].upper()) + 1
+    return int(Decimal(found[1]) * (1024 if found[3] else 1000) ** power)

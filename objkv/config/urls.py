@@ -105,8 +105,6 @@ def is_directory_bucket(bucket: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Url:
-    """The parts of a URL."""
-
     scheme: str
     shown: str
     """The URL with ``***`` for its user and password."""
@@ -128,7 +126,6 @@ class Url:
 
     @property
     def is_tls(self) -> bool:
-        """Whether connections to its hosts are encrypted."""
         return self.scheme == "https" or self.scheme.startswith("rediss")
 
     @property
@@ -281,8 +278,7 @@ def parse_endpoint(text: str) -> tuple[str, Url]:
 
 
 def check_proxies(*names: str) -> None:
-    """Mask the passwords of the proxies in these variables, in either case. Raises ``ConfigError``
-    if one is not a URL."""
+    """Mask the passwords in these variables, in either case. Raises ``ConfigError``."""
     for name, text in os.environ.items():
         if name.lower() in names and text.strip():
             try:

@@ -1,2 +1,1 @@
-"""Indexes: records of the payloads in the stores. An index is a hint and can be rebuilt from the
-bulk store."""
+"""Indexes: records of the payloads in the stores, which can be rebuilt from the bulk store."""

@@ -64,8 +64,7 @@ class Usage:
     payloads: int
     counted_s: int
     """Seconds since the epoch of the last exact count, by the counter's clock; 0 if never. Since
-    then this is a running total, wrong by records that expired, were evicted, or were published by
-    a process that was then killed."""
+    then this is a running total, wrong by records that expired, were evicted, or were lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +91,7 @@ class Savings:
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What a Redis-like server says of itself; None if it does not: managed ones often deny
-    CONFIG."""
+    """What a Redis-like server says of itself; None if it does not."""
 
     product: str
     """``redis`` or ``valkey``."""
@@ -111,8 +109,6 @@ class ServerFacts:
 
 @dataclass(frozen=True, slots=True)
 class ChunkEntry:
-    """The chunk of a record."""
-
     namespace: str
     prefix_hash: bytes
     parent_hash: bytes
@@ -132,8 +128,6 @@ class Lease(NamedTuple):
 
 
 class ReadIndex(Protocol):
-    """Can be read."""
-
     def lookup(self, namespace: str, prefix_hashes: Sequence[bytes]) -> list[Record | None]:
         """Return the records of a whole prompt, in order, with None for missing ones, in one
         pipelined round trip (one per node on a cluster)."""
@@ -142,8 +136,8 @@ class ReadIndex(Protocol):
         self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
     ) -> list[ShardRecords | None]:
         """Return, for each chunk of a whole prompt, those of ``fields`` that its record has, or
-        None if it has none of them. Takes as many round trips as ``lookup``. Requests use it, so
-        each microsecond per chunk matters."""
+        None without any. Takes as many round trips as ``lookup``. Each microsecond per chunk
+        matters."""
 
     def scan(self, namespace: str) -> Iterator[Record]:
         """Yield all records of a namespace in no order. May miss or repeat concurrent changes."""
@@ -156,8 +150,7 @@ class ReadIndex(Protocol):
         trip, or walks the whole store if that is the index."""
 
     def savings(self) -> list[Savings]:
-        """Return what loads have saved, sorted by namespace and month, if this index keeps it.
-        Takes one round trip."""
+        """Return what loads saved by namespace and month, if it is kept, in one round trip."""
 
     def check(self) -> None:
         """Make a cheap round trip. Raises ``StoreDenied`` with the fix or ``StoreUnavailable``."""
@@ -167,15 +160,12 @@ class ReadIndex(Protocol):
 
 
 class WriteIndex(ReadIndex, Protocol):
-    """Can also be written."""
-
     def publish(
         self, chunk: ChunkEntry, shards: ShardRecords, *, ttl_s: int, lease: Lease | None = None
     ) -> None:
         """Add or replace these shard fields of the chunk's record, whose payloads can be read
-        already. It then lives for ``ttl_s`` seconds from now, or until its pin ends if that is
-        later. Readers see all of these fields or none. ``lease``: one of this chunk's payloads,
-        given back in the same call."""
+        already, all at once. It then lives for ``ttl_s`` seconds from now, or until its pin ends if
+        that is later. ``lease``: one of this chunk's payloads, given back in the same call."""
 
     def touch(self, namespace: str, prefix_hashes: Sequence[bytes], *, ttl_s: int) -> None:
         """Count one hit for each record that exists, and renew its time to live."""
@@ -192,17 +182,15 @@ class WriteIndex(ReadIndex, Protocol):
         Return True if this call deleted it. A record without fields disappears."""
 
     def lease(self, name: str, owner: str, *, ttl_ms: int) -> bool:
-        """Take or extend the lease ``name``, for ``ttl_ms``. Return whether ``owner`` holds it
-        now."""
+        """Take or extend the lease ``name``. Return whether ``owner`` holds it now."""
 
     def release(self, name: str, owner: str) -> None:
         """Give back a lease early. Does nothing if ``owner`` does not hold it."""
 
     def record_sightings(self, names: Sequence[str], *, ttl_s: int) -> list[bool]:
         """Record that payloads were made, and return for each whether that was recorded before, at
-        most ``ttl_s`` seconds ago. This is no record: nothing is stored, found or counted by it.
-        Takes one pipelined round trip (one per node on a cluster). An index that keeps no sightings
-        returns False for all."""
+        most ``ttl_s`` seconds ago; False if the index keeps none. Nothing is stored, found or
+        counted by it. Takes one pipelined round trip (one per node on a cluster)."""
 
 
 class PruneIndex(WriteIndex, Protocol):

@@ -49,14 +49,13 @@ def decode_shard(value: bytes) -> ShardRecord | None:
 
 
 class WrittenShards(Mapping[str, ShardRecord]):
-    """Encoded shards that are decoded together on first access, because a reader finds more chunks
-    than it loads."""
+    """Encoded shards, decoded together on first access: a reader finds more than it loads."""
 
     __slots__ = ("_decoded", "_fields", "_values")
 
     def __init__(self, fields: tuple[str, ...], values: Sequence[bytes]) -> None:
-        """``values``: for each of ``fields`` what matches ``SHARD_PATTERN``, or nothing if it is
-        absent. At least one is there."""
+        """``values``: of each of ``fields`` a match of ``SHARD_PATTERN`` or nothing; one
+        matches."""
         self._fields = fields
         self._values = values
         self._decoded: dict[str, ShardRecord] | None = None

@@ -32,9 +32,8 @@ INDEX_VERBS: Final[Mapping[str, Verb]] = {
         for verb in ("publish", "touch", "credit", "forget", "lease", "release", "sight")
     },
 }
-"""The counters of an index's guard: ``index_calls`` and ``index_errors`` over all verbs except
-scans, ``index_records_found`` and ``index_records_missing`` over all lookups. A scan is guarded and
-counted per record."""
+"""The counters of an index's guard: ``index_calls`` and ``index_errors`` of all but scans, whose
+records count; ``index_records_found`` and ``index_records_missing`` of all lookups."""
 
 
 def _written(verb: str, *, unwritten: object = None) -> Callable[..., Any]:
@@ -76,8 +75,7 @@ class GuardedIndex(Guarded[WriteIndex]):
             self.inner.check()
 
     def flush(self) -> None:
-        """Skips the breaker, for which sending nothing would be a success. Nothing waits for an
-        index that fails."""
+        """Skips the breaker, for which sending nothing would be a success."""
         if not self.guard.is_failing:
             with self.guard.deadline():
                 self.inner.flush()
@@ -89,8 +87,7 @@ class GuardedIndex(Guarded[WriteIndex]):
 
 
 def for_operators(admin: PruneIndex | None) -> PruneIndex:
-    """Return the index on which operators pin, drop and count. Raises ``StoreDenied`` for a
-    reader's, None."""
+    """Return the index that operators change. Raises ``StoreDenied`` for a reader's, None."""
     if admin is None:
         raise StoreDenied("role reader does not allow writes: set role to writer or sweeper")
     return admin

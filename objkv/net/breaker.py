@@ -32,27 +32,23 @@ _BUSY_WITHIN_READS = 30
 
 @dataclass(frozen=True, slots=True)
 class BreakerLimits:
-    """When a circuit opens, and when it is probed."""
-
     failures: int = 5
     """Consecutive failures that open it."""
     reset_s: float = 1.0
     """Longest first pause. The limit doubles with each pause."""
     reset_max_s: float = 15.0
     enough_s: float = 1.0
-    """A call that had less time, and that its caller's deadline ended, is no failure of the server.
-    """
+    """If its caller's deadline ends a call that had less time, that is no failure of the server."""
 
 
 class Breaker:
     """After enough consecutive failures, raises ``LeftAlone`` at once. Thread-safe.
 
-    A transient error or a denial is a failure. Any other error proves that the server responds, and
-    is a success. After a pause one call passes as a probe. If it succeeds the circuit closes;
-    otherwise the next pause is longer. A probe that hangs does not block the next one. Each pause
-    is drawn from its upper half, so that many replicas do not probe in step. A call that its
-    caller's own ``EndsBy`` cuts short is neither a failure nor a success, unless the caller had at
-    least ``enough_s``.
+    A transient error or a denial is a failure; any other proves that the server responds. After a
+    pause one call passes as a probe. If it succeeds the circuit closes; otherwise the next pause is
+    longer. A probe that hangs does not block the next one. Each pause is drawn from its upper half,
+    so that many replicas do not probe in step. A call that its caller's own ``EndsBy`` cuts short
+    is neither a failure nor a success, unless the caller had at least ``enough_s``.
     """
 
     def __init__(
@@ -124,8 +120,7 @@ class Breaker:
         return given_s < self._limits.enough_s and left_s <= given_s * _CUT_SHARE
 
     def open(self, error: StoreError, *, briefly: bool = False) -> None:
-        """Open now. ``briefly``: for the first pause; if the server responds after it, restore the
-        earlier state."""
+        """Open now. ``briefly``: for one first pause, which makes later ones no longer."""
         with self._lock:
             if not self.is_open:
                 self._open(error, briefly=briefly)
@@ -215,8 +210,7 @@ class Breakers:
         logs: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``end``: ``bulk``, ``hot``, ``index`` or ``disk``. ``logs``: one line each time that
-        calls are stopped or work again."""
+        """``end``: ``bulk``, ``hot``, ``index`` or ``disk``. ``logs``: a line at each change."""
         self.read = Breaker(end, "read", limits, recorder, logs=logs, clock=clock)
         self.write = Breaker(end, "write", limits, recorder, logs=logs, clock=clock)
         self._reads = count()

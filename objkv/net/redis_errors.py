@@ -16,12 +16,8 @@ CLIENT_ERRORS: Final = (exceptions.RedisError, exceptions.RedisClusterException)
 _TIMED_OUT_OR_CLOSED = (exceptions.ConnectionError, exceptions.TimeoutError)
 
 
-class ClearRefused(exceptions.ConnectionError):
-    """A connection without TLS to another machine, which is not even tried."""
-
-
-class NoCredentials(exceptions.ConnectionError):
-    """The operator's provider returned no credentials for the login."""
+class NotTried(exceptions.ConnectionError):
+    """No connection was tried: it would be clear and leave this machine, or has no credentials."""
 
 
 # By word, because servers wrap the original error inside a script's error.

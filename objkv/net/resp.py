@@ -38,8 +38,7 @@ PRIVATE_NAMES: Final = {
     "connection class": ("_connect",),
     "pool": ("pool", "max_connections", "connection_class", "get_connection", "release"),
 }
-"""The undocumented names of redis-py that this module uses, by owner. If a connection lacks one,
-its calls go through the client."""
+"""The undocumented names of redis-py in use, by owner. Without one, calls go through the client."""
 _LINE_BYTES_MAX = 4_096
 _RECEIVE_BYTES = 65_536
 _CRLF = b"\r\n"
@@ -208,8 +207,7 @@ class RespConnections:
 
     def acquire(self, key: str) -> RespConnection | None:
         """Return a connection to the server of ``key``, to pass to ``release``; None if the caller
-        must use the client. Raises redis-py's exceptions, but not on a cluster, where the client
-        finds the server."""
+        must use the client. Raises redis-py's exceptions, except on a cluster."""
         try:
             return self.acquire_from(self.pool_of(key))
         except CLIENT_ERRORS:

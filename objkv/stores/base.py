@@ -1,8 +1,7 @@
 """The contract of a store of immutable values under relative keys, such as
 ``ns/aa/hash/0.L0-2_H0-2.safetensors``.
 
-The protocols state what code may destroy: a ``ReadStore`` cannot change anything, and only sweeps
-receive a ``PruneStore``.
+The protocols state what code may destroy: only sweeps receive a ``PruneStore``.
 
 Any thread may call any method. It blocks until it returns, or raises ``StoreError`` (or a subclass)
 and nothing else, within the deadline that the store was built with.
@@ -119,9 +118,8 @@ class WriteValues(ReadValues, Protocol):
     def put_if_absent(self, key: str, value: Buffer) -> bool:
         """Write ``value`` atomically unless ``key`` exists. Return True if this call wrote it.
 
-        Readers see the whole value or none of it, also after a crash of the writer or the host. Of
-        racing writers exactly one gets True; none, if the store repeated the put that wrote because
-        its response was lost. No reference to ``value`` is kept.
+        Readers see the whole value or none of it, also after a crash. Of racing writers exactly one
+        gets True; none, if the put that wrote was repeated. No reference to ``value`` is kept.
         """
 
     def put(self, key: str, value: Buffer) -> None:
@@ -144,8 +142,7 @@ class PruneStore(WriteStore, HotStore, Protocol):
     """Can also be swept."""
 
     def unfinished(self) -> Iterator[Unfinished]:
-        """Yield leftovers of killed writers along with writes in progress. Only their age
-        distinguishes them."""
+        """Yield leftovers of killed writers and writes in progress. Only age distinguishes them."""
 
     def discard(self, unfinished: Unfinished) -> bool:
         """Remove the leftover. Return False if it no longer exists or has become a value."""

@@ -156,7 +156,6 @@ class LocalStore:
                 yield Entry(key, found.st_size, found.st_mtime)
 
     def folders(self, folder: str) -> list[str]:
-        """Return the folder names from one listing."""
         check_prefix(f"{folder}/" if folder else "")
         listed = self._listed(folder)
         return sorted(name for name, found in listed if found is None and is_key(name))
@@ -230,8 +229,7 @@ class LocalStore:
                 levels.append(self._ordered(key[:-1], prefix, inside))
 
     def _listed(self, folder: str, *, may_skip: bool = False) -> Listed:
-        """Return the content of ``folder``, nothing if it does not exist or, with ``may_skip``, if
-        this user may not read it."""
+        """Return what is in ``folder``, if it exists and, with ``may_skip``, may be read."""
         listed: Listed = []
         try:
             with self._beneath.at(folder, FOLDER) as fd, os.scandir(fd) as found:
@@ -298,8 +296,7 @@ class LocalStore:
 
     @contextmanager
     def _written(self, key: str, value: Buffer) -> Iterator[tuple[int, str]]:
-        """Yield the descriptor of the key's folder, and the name of a temporary file in it that
-        holds ``value`` on disk."""
+        """Yield the key's folder, and the name of a temporary file in it with ``value`` on disk."""
         check_key(key)
         temporary, place = f"{_TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}", _split(key)[0]
         folder, fd = self._create(place, temporary)

@@ -5,8 +5,7 @@ moves bytes from its own connections to memory that it shares with the agent tha
 guards, verification and counters stay with the agent. See decision 40.
 
 That memory is never the agent's arena: the agent copies what has arrived, and verifies the copy. So
-a process that writes late, or after it was given up, changes nothing that is read: its memory goes
-when it ends, and its successor has another.
+a process that writes late changes nothing that is read.
 
 It has a thread per channel, which carries one get at a time in datagrams of JSON: a request,
 answers with the bytes that have arrived, and a last answer.
@@ -51,9 +50,7 @@ GRACE_S = 2.0
 _RESTART_S = 30.0
 """How long none is started after one ended early or could not be started."""
 _READY_S = 60.0
-"""How long a process may take to start."""
 _LOOK_S = 0.5
-"""How often the watching thread looks at what may be due."""
 _JOIN_S = 5.0
 _END_S = 1.0
 _BYTES_MIN: Final = 256 << 10
@@ -75,7 +72,6 @@ class GetRequest:
 
     number: int
     nbytes: int
-    """Size of the buffer."""
     start: int | None
     ends_s: float
     """Deadline by ``time.monotonic``, whose clock all processes of a machine share."""
@@ -84,15 +80,11 @@ class GetRequest:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer to the request with this number."""
-
     number: int
     nbytes: int | None
-    """How many leading bytes of the channel's memory are valid. None in a last answer without a
-    value."""
+    """How many leading bytes of the channel's memory are valid. None without a value."""
     is_last: bool = False
     error: Annotated[int, Field(ge=0, lt=len(_ERRORS))] | None = None
-    """Number of the error that ended the get."""
     text: str = ""
 
 
@@ -123,7 +115,6 @@ def run(arguments: Sequence[str], open_store: Callable[[], ReadStore]) -> None:
 
 
 def _serve(channel: socket.socket, memory: memoryview, store: ReadStore) -> None:
-    """Answer the requests of one channel until the agent closes it."""
     with suppress(OSError), channel:
         while message := channel.recv(MESSAGE_BYTES_MAX):
             last = _get(channel, REQUESTS.validate_json(message), memory, store)
@@ -146,7 +137,6 @@ def _get(
 
 
 def failed(number: int, error: Exception) -> Answer:
-    """Return the answer for an exception of a store."""
     kinds = [_ERRORS.index(kind) for kind in type(error).__mro__ if kind in _ERRORS]
     text = str(error) if kinds else f"{type(error).__name__}: {error}"
     text = text.encode(errors="replace").decode()[:_TEXT_CHARS_MAX]
@@ -218,8 +208,7 @@ class FetchProcess:
     """A running process. Not thread-safe, except for its channels: each belongs to one thread."""
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str], channels: int) -> None:
-        """Start ``command``, to which descriptors are appended, without waiting until it is ready.
-        Raises ``OSError``."""
+        """Start ``command`` with descriptors appended, and do not wait. Raises ``OSError``."""
         memory, view = _shared_memory(channels * CHANNEL_BYTES)
         pairs: list[tuple[socket.socket, socket.socket]] = []
         try:
@@ -309,8 +298,7 @@ class FetchPool:
         *,
         idle_s: float = 120.0,
     ) -> None:
-        """``start`` starts a process without waiting for it. Raises ``OSError``. Processes end
-        after ``idle_s`` without a get."""
+        """``start`` raises ``OSError``. Processes end after ``idle_s`` without a get."""
         self._start, self._processes_max, self._recorder = start, processes_max, recorder
         self._idle_s = idle_s
         self._lock = Lock()
@@ -378,7 +366,6 @@ class FetchPool:
         self._next_start_s = monotonic() + _RESTART_S
 
     def _watch(self) -> None:
-        """Start, end and kill processes until the pool is closed."""
         while not self._closed:
             try:
                 self._kill_lost()
@@ -494,6 +481,5 @@ class ProcessStore(GuardedStore):
             return self.inner.get_into(key, buffer, arrived, start)
 
     def close(self) -> None:
-        """End the processes, and close the inner store."""
         self._pool.close()
         super().close()

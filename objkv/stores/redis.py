@@ -110,26 +110,22 @@ class RedisStore:
         return Entry(key, nbytes, self._clock() - age_s)
 
     def put_if_absent(self, key: str, value: Buffer) -> bool:
-        """SET NX EX."""
         name = self._name(key)
         with translated(f"put_if_absent {key}"):
             # The client accepts no bytearray, and sends a memoryview without a copy.
             return bool(self.client.set(name, memoryview(value), nx=True, ex=self._ttl_s))
 
     def put(self, key: str, value: Buffer) -> None:
-        """SET EX, replacing an existing value."""
         name = self._name(key)
         with translated(f"put {key}"):
             self.client.set(name, memoryview(value), ex=self._ttl_s)
 
     def delete(self, key: str) -> bool:
-        """UNLINK."""
         name = self._name(key)
         with translated(f"delete {key}"):
             return bool(self.client.unlink(name))
 
     def check(self) -> None:
-        """PING."""
         with translated(f"check {self._prefix}"):
             self.client.ping()
 

@@ -199,69 +199,43 @@ def test_a_sweep_has_the_replicas_settings_and_keys(tmp_path: Path) -> None:
     assert "OBJKV_ENCRYPTION_KEYS_FILE" not in settings
 
 
-OTHER = "f" * 32
-
-
-class Place:
-    def __init__(self) -> None:
-        self.used: int | None = 0
-        self.was_read = Event()
-
-    def __call__(self) -> int:
-        self.was_read.set()
-        if self.used is None:
-            raise StoreUnavailable("gone")
-        return self.used
-
-
-@pytest.fixture
-def place() -> Place:
-    return Place()
-
-
 @pytest.fixture
 def recorder() -> MemoryRecorder:
     return MemoryRecorder()
 
 
 def test_a_full_place_takes_nothing_until_it_has_room(
-    place: Place, recorder: MemoryRecorder, caplog: pytest.LogCaptureFixture
+    recorder: MemoryRecorder, caplog: pytest.LogCaptureFixture
 ) -> None:
-    quota = Quota(place, 100, recorder)
+    """What this process saves counts at once, and what cannot be read changes nothing."""
     caplog.set_level(logging.WARNING)
-    for used, has_room in ((99, True), (100, False), (150, False), (99, True)):
-        place.used = used
-        quota.read()
-        assert quota.has_room() is has_room
-    assert [r.getMessage() for r in caplog.records] == [
-        "quota reached, saves stopped used_bytes=100 limit_bytes=100",
-        "below quota, saves resumed used_bytes=99 limit_bytes=100",
-    ]
-    quota.close()
+    used: list[Any] = []
 
+    def read() -> int:
+        if used[-1] is None:
+            raise StoreUnavailable("gone")
+        return int(used[-1])
 
-def test_what_this_process_saves_counts_at_once(place: Place, recorder: MemoryRecorder) -> None:
-    quota = Quota(place, 100, recorder)
+    quota = Quota(read, 100, recorder)
     quota.add(1_000)  # not read yet: the first reading will count it
-    quota.read()
+    for found, is_full in ((99, False), (100, True), (None, True), (150, True), (0, False)):
+        used.append(found)
+        quota.read()
+        assert quota.is_full is is_full
     quota.add(99)
+    used.append(None)
+    quota.read()
     assert not quota.is_full
     quota.add(1)
     assert quota.is_full
-
-
-@pytest.mark.parametrize("used", [0, 100])
-def test_what_cannot_be_read_changes_nothing(
-    place: Place, recorder: MemoryRecorder, used: int
-) -> None:
-    quota = Quota(place, 100, recorder)
-    place.used = used
-    quota.read()
-    was_full = quota.is_full
-    place.used = None
-    quota.read()
-    assert quota.is_full is was_full
-    assert recorder.value("quota_errors") == 1
+    assert recorder.value("quota_errors") == 2
+    assert [r.getMessage() for r in caplog.records] == [
+        "quota reached, saves stopped used_bytes=100 limit_bytes=100",
+        "below quota, saves resumed used_bytes=0 limit_bytes=100",
+        "quota reached, saves stopped used_bytes=100 limit_bytes=100",
+    ]
+    assert not quota.has_room()
+    quota.close()
 
 
 def test_the_first_question_begins_reading_and_does_not_wait_for_it(
@@ -314,30 +288,22 @@ def test_nothing_ends_the_thread_and_the_log_tells_it_once(
     ]
 
 
-def test_closed_before_it_was_asked_it_starts_nothing(
-    place: Place, recorder: MemoryRecorder
-) -> None:
-    quota = Quota(place, 100, recorder)
+def test_closed_before_it_was_asked_it_starts_nothing(recorder: MemoryRecorder) -> None:
+    quota = Quota(lambda: 0, 100, recorder)
     quota.close()
     quota.close()
     assert quota.has_room()
     assert quota._thread is None
 
 
-def test_only_the_tenants_own_namespaces_count() -> None:
+def test_only_the_tenants_own_namespaces_count_once_their_documents_are_there() -> None:
     bulk = MemoryStore()
-    save_identity(bulk)
-    usages = [Usage(NAMESPACE, 7, 1, 0), Usage(OTHER, 100, 1, 0)]
-    assert TenantUsage(lambda: usages, bulk, IDENTITY.tenant)() == 7
-    assert TenantUsage(lambda: usages, bulk, "somebody")() == 0
-
-
-def test_a_namespace_counts_from_the_moment_its_document_is_there() -> None:
-    bulk = MemoryStore()
-    used = TenantUsage(lambda: [Usage(NAMESPACE, 7, 1, 0)], bulk, IDENTITY.tenant)
+    usages = [Usage(NAMESPACE, 7, 1, 0), Usage("f" * 32, 100, 1, 0)]
+    used = TenantUsage(lambda: usages, bulk, IDENTITY.tenant)
     assert used() == 0
     save_identity(bulk)
     assert used() == 7
+    assert TenantUsage(lambda: usages, bulk, "somebody")() == 0
     bulk.delete(identity_path(NAMESPACE))
     assert used() == 7, "read once"
 

@@ -2,20 +2,19 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-
-import numpy as np
+from typing import Any
 
 from objkv.assembly.backends import Backends
 from objkv.cache.chunks import shard_record
-from objkv.codec.payload import Claim, Header, LayerSpec, Provenance, encode, read_header
+from objkv.codec.payload import Header, read_header
 from objkv.codec.seal import Seal
 from objkv.index.base import ChunkEntry
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import Identity, identity_path, sealed_extra
-from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
+from objkv.keys.prefix import prefix_hashes, root_hash
 from objkv.keys.topology import Shard
 from tests.support import samples
-from tests.support.samples import CHUNK
+from tests.support.samples import CHUNK, payload_of
 
 CHAIN_CHUNKS = 8
 """Chunks per prompt."""
@@ -101,14 +100,15 @@ class DamagedStore:
         chunk, tokens = self._next(namespace)
         key = ChunkKey(namespace, chunk.prefix_hash, 0, SHARDS[self._made % len(SHARDS)])
         codec = _CODECS[self._made % len(_CODECS)]
-        payload = make_payload(key, chunk, tokens, codec=codec, seal=self._seal)
+        options: Any = {"width": 32, "seal": self._seal, "is_varied": True}
+        payload = payload_of(key, chunk, tokens, codec, **options)
         header = read_header(payload)
         record = shard_record(header)
         if spoil := _SPOILERS.get(kind):
             payload = spoil(payload, header)
         if kind == "foreign":
             other = ChunkKey(namespace, bytes(20), 0, key.shard)
-            payload = make_payload(other, chunk, tokens, codec="none", seal=self._seal)
+            payload = payload_of(other, chunk, tokens, "none", **options)
         if kind != "missing":
             self._ends.bulk.put_if_absent(key.path(), payload)
         if kind == "mismatch":
@@ -121,7 +121,7 @@ class DamagedStore:
         return key.path()
 
     def _next(self, namespace: str) -> tuple[ChunkEntry, Sequence[int]]:
-        """Return the next chunk. No two calls return chunks of the same prompt."""
+        """Return the next chunk, and all tokens to its end."""
         number, place = divmod(self._made, CHAIN_CHUNKS)
         self._made += 1
         first = self._seed * 1_000_000 + number * CHAIN_CHUNKS * CHUNK
@@ -130,28 +130,7 @@ class DamagedStore:
         parent = hashes[-2] if place else root_hash(namespace)
         start = place * CHUNK
         chunk = ChunkEntry(namespace, hashes[-1], parent, start, start + CHUNK)
-        return chunk, tokens[start:]
-
-
-def make_payload(
-    key: ChunkKey,
-    chunk: ChunkEntry,
-    tokens: Sequence[int],
-    *,
-    codec: str,
-    layer_items: int = 32,
-    seal: Seal | None = None,
-) -> bytes:
-    """Return a compressible payload whose pages depend only on its key and length."""
-    heads = 2 if key.shard is None else key.shard.head_end - key.shard.head_start
-    layers = [
-        LayerSpec(name, "BF16", (CHUNK // 8, heads, 8, layer_items)) for name in ("l.0", "l.1")
-    ]
-    chance = np.random.default_rng(list(key.prefix_hash))
-    pages = [chance.integers(0, 4, layer.nbytes, np.uint8).tobytes() for layer in layers]
-    claim = Claim(key, chunk.parent_hash, chunk.token_start, chunk.token_end)
-    provenance = Provenance(token_digest(tokens), "damage:0", 1_700_000_000)
-    return bytes(encode(claim, layers, pages, codec=codec, provenance=provenance, seal=seal))
+        return chunk, tokens
 
 
 def _flipped(payload: bytes, place: int) -> bytes:

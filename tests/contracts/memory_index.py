@@ -48,15 +48,13 @@ class MemoryIndex:
             return sorted({key[0] for key in list(self._records) if self._live(key)})
 
     def usage(self) -> list[Usage]:
-        totals: dict[str, tuple[int, int]] = {}
-        with self._lock:
-            for key in self._records:
-                record = self._live(key)
-                if record is not None:
-                    nbytes, payloads = totals.get(key[0], (0, 0))
-                    totals[key[0]] = (nbytes + record.nbytes, payloads + len(record.shards))
-        now_s = int(self._clock())
-        return [Usage(name, *total, now_s) for name, total in sorted(totals.items())]
+        now_s, found = int(self._clock()), []
+        for name in MemoryIndex.namespaces(self):
+            shards = [
+                shard for record in MemoryIndex.scan(self, name) for shard in record.shards.values()
+            ]
+            found.append(Usage(name, sum(one.nbytes for one in shards), len(shards), now_s))
+        return found
 
     def savings(self) -> list[Savings]:
         with self._lock:
@@ -74,18 +72,11 @@ class MemoryIndex:
         assert shards
         key = (chunk.namespace, chunk.prefix_hash)
         with self._lock:
-            old = self._live(key)
-            record = Record(
-                prefix_hash=chunk.prefix_hash,
-                parent_hash=chunk.parent_hash,
-                token_start=chunk.token_start,
-                token_end=chunk.token_end,
-                shards={**(old.shards if old else {}), **shards},
-                hits=old.hits if old else 0,
-                touched_s=old.touched_s if old else 0,
-                pinned_until_s=old.pinned_until_s if old else 0,
+            new = Record(
+                chunk.prefix_hash, chunk.parent_hash, chunk.token_start, chunk.token_end, {}
             )
-            self._keep(key, record, ttl_s)
+            old = self._live(key) or new
+            self._keep(key, replace(old, shards={**old.shards, **shards}), ttl_s)
         if lease is not None:
             MemoryIndex.release(self, *lease)
 

@@ -17,9 +17,9 @@ from objkv.ops.sweep.remove import SweepLimits
 from objkv.ops.sweep.sweep import Sweep
 from objkv.ops.verify import PAYLOADS, RECORDED, Budget, Verify
 from objkv.telemetry import NullRecorder
-from tests.contracts.damage import CHUNK, IDENTITY, SHARDS, make_payload
+from tests.contracts.damage import CHUNK, IDENTITY, SHARDS
 from tests.crash.places import LEASE_MS
-from tests.support.samples import walked
+from tests.support.samples import payload_of, walked
 
 NAMESPACE = IDENTITY.namespace()
 LARGE_ITEMS = 96 << 10
@@ -37,7 +37,7 @@ class Save:
 
     def payload(self) -> bytes:
         items = LARGE_ITEMS if self.is_large else 32
-        return make_payload(self.key, self.chunk, self.tokens, codec="none", layer_items=items)
+        return payload_of(self.key, self.chunk, self.tokens, "none", width=items, is_varied=True)
 
 
 def saves(first_token: int, count: int, *, large: int = 0) -> list[Save]:
@@ -50,7 +50,7 @@ def saves(first_token: int, count: int, *, large: int = 0) -> list[Save]:
         start = place * CHUNK
         chunk = ChunkEntry(NAMESPACE, prefix_hash, parent, start, start + CHUNK)
         key = ChunkKey(NAMESPACE, prefix_hash, 0, SHARDS[place % 2])
-        made.append(Save(key, chunk, tokens[start : start + CHUNK], place >= count - large))
+        made.append(Save(key, chunk, tokens, place >= count - large))
     return made
 
 

@@ -142,33 +142,29 @@ def test_expired_records_and_leases_are_removed_by_later_writes(tmp_path: Path) 
     assert counts == [1, 1, 0]
 
 
-@pytest.mark.parametrize("version", [2, 99])
-def test_the_file_of_another_objkv_is_refused_with_what_to_do(tmp_path: Path, version: int) -> None:
-    path = tmp_path / "index.sqlite"
+def other_objkvs(path: Path) -> None:
     SqliteIndex(path).check()
-    with sqlite3.connect(path) as connection:
-        connection.execute(f"PRAGMA user_version = {version}")
-    with pytest.raises(StoreDenied, match=rf"another objkv \(schema {version}, supported: 5\)"):
-        SqliteIndex(path).check()
+    plant(path, "PRAGMA user_version = 99")
 
 
-def test_somebody_elses_database_is_refused_and_not_changed(tmp_path: Path) -> None:
+REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "another objkv's": (other_objkvs, r"another objkv \(schema 99, supported: 5\): delete it"),
+    "somebody else's": (lambda path: plant(path, "CREATE TABLE theirs (x)"), "of another program"),
+    "damaged": (lambda path: path.write_bytes(b"no database" * 1000), "delete it and its -wal and"),
+}
+
+
+@pytest.mark.parametrize(("make", "words"), REFUSED.values(), ids=REFUSED)
+def test_the_database_of_others_is_refused_with_what_to_do_and_not_changed(
+    tmp_path: Path, make: Callable[[Path], object], words: str
+) -> None:
     path = tmp_path / "index.sqlite"
-    with sqlite3.connect(path) as connection:
-        connection.execute("CREATE TABLE theirs (x)")
-    with pytest.raises(StoreDenied, match="of another program"):
-        SqliteIndex(path).check()
-    with sqlite3.connect(path) as connection:
-        assert connection.execute("SELECT name FROM sqlite_schema").fetchall() == [("theirs",)]
-
-
-def test_a_damaged_file_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    path = tmp_path / "index.sqlite"
-    path.write_bytes(b"no database" * 1000)
-    with pytest.raises(
-        StoreDenied, match="delete it and its -wal and -shm files, then run objkv rebuild --apply"
-    ):
-        SqliteIndex(path).lookup(NAMESPACE, [prefix_hash(1)])
+    make(path)
+    before = path.read_bytes()
+    for call in (SqliteIndex.check, get):
+        with pytest.raises(StoreDenied, match=words):
+            call(SqliteIndex(path))
+    assert path.read_bytes() == before
 
 
 def test_a_locked_file_is_unavailable_for_now(tmp_path: Path) -> None:
@@ -338,6 +334,7 @@ PLANTED: dict[str, tuple[str, ...]] = {
     "column": ("ALTER TABLE leases ADD COLUMN planted",),
     "gone": ("DROP TRIGGER shards_added",),
     "replaced": ("DROP TRIGGER shards_added", TRIGGER.replace("planted", "shards_added")),
+    "in a file that claims to be new": (TRIGGER, "PRAGMA user_version = 0"),
 }
 
 
@@ -356,13 +353,7 @@ def plant(path: Path, *statements: str) -> None:
 @pytest.mark.parametrize("what", PLANTED)
 def test_what_objkv_did_not_make_is_refused_with_what_to_do(path: Path, what: str) -> None:
     plant(path, *PLANTED[what])
-    with pytest.raises(StoreDenied, match=r"not created by objkv.*delete it"):
-        SqliteIndex(path).lookup(NAMESPACE, [prefix_hash(1)])
-
-
-def test_a_file_that_claims_to_be_new_is_looked_at_as_well(path: Path) -> None:
-    plant(path, TRIGGER, "PRAGMA user_version = 0")
-    with pytest.raises(StoreDenied):
+    with pytest.raises(StoreDenied, match=r"(not created by objkv|\(schema 0,).*delete it"):
         SqliteIndex(path).lookup(NAMESPACE, [prefix_hash(1)])
 
 
@@ -374,22 +365,18 @@ def publish(index: SqliteIndex) -> None:
 def test_what_is_planted_while_the_file_is_open_is_interrupted_and_then_refused(
     path: Path, what: str, call: Callable[[SqliteIndex], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    index = SqliteIndex(path)
-    get(index)
+    """After the time of a call, or of its caller."""
+    index, opened = SqliteIndex(path), SqliteIndex(path)
+    assert get(index) == get(opened)
     plant(path, *PLANTED[what])
+    with EndsBy(0.0), pytest.raises(StoreUnavailable, match="time"):
+        call(index)
+    index = opened
     monkeypatch.setattr(sqlite_file, "_CALL_S_MAX", 0.0)
     with pytest.raises(StoreUnavailable, match="time"):
         call(index)
     with pytest.raises(StoreDenied, match="not created by objkv"):
         call(index)
-
-
-def test_the_callers_own_time_counts_as_well(path: Path) -> None:
-    index = SqliteIndex(path)
-    get(index)
-    plant(path, TRIGGER)
-    with EndsBy(0.0), pytest.raises(StoreUnavailable, match="time"):
-        publish(index)
 
 
 def test_what_has_expired_is_not_counted_before_it_is_removed(tmp_path: Path) -> None:

@@ -226,6 +226,17 @@ def test_a_probe_that_raises_what_is_no_error_of_a_store_keeps_its_pause() -> No
     assert server.call()
 
 
+def test_one_probe_at_a_time_and_no_call_from_before_closes_it() -> None:
+    server = Server()
+    server.make(server.open)
+    assert server.breaker.is_open
+    server.clock.advance(PATIENCE.reset_max_s)
+    asked = len(server.asked_s)
+    server.make(server.call)
+    assert len(server.asked_s) == asked, "refused while another tries"
+    assert server.call()
+
+
 class Busy:
     """Breakers of a server that is overloaded now and then."""
 

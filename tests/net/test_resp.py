@@ -1,10 +1,11 @@
 """One connection, read and written directly; and connections lent, kept and brought back without a
 pool's other users noticing."""
 
+import math
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import fakeredis
@@ -76,15 +77,11 @@ def test_a_value_that_ends_early_is_a_lost_connection_or_a_timeout(
         read_value(line, bytearray(5))
 
 
-def test_a_server_that_stops_reading_is_waited_for_no_longer_than_told() -> None:
+def test_a_server_that_stops_reading_is_waited_for_no_longer_than_told_or_than_the_call() -> None:
     line, _theirs = wire(timeout_s=0.05)
-    with pytest.raises(exceptions.TimeoutError):
-        line.send(bytes(8 << 20))
-    with pytest.raises(exceptions.TimeoutError):
-        line.wait_to_receive()
-
-
-def test_a_wait_for_a_server_that_stops_reading_ends_with_the_call() -> None:
+    for wait in (lambda: line.send(bytes(8 << 20)), line.wait_to_receive):
+        with pytest.raises(exceptions.TimeoutError):
+            wait()
     line, _theirs = wire(timeout_s=5.0)
     while line.offer(memoryview(bytes(1 << 20))):
         pass
@@ -163,12 +160,9 @@ def test_a_connection_that_another_thread_closes_is_lost() -> None:
     """As when a client is closed with a call under way."""
     line, theirs = wire()
     line._connection.disconnect()
-    with pytest.raises(exceptions.ConnectionError):
-        line.wait_to_receive()
-    with pytest.raises(exceptions.ConnectionError):
-        line.receive()
-    with pytest.raises(exceptions.ConnectionError):
-        line.offer(memoryview(b"x"))
+    for call in (line.wait_to_receive, line.receive, lambda: line.offer(memoryview(b"x"))):
+        with pytest.raises(exceptions.ConnectionError):
+            call()
     line.end()
     theirs.close()
 
@@ -234,41 +228,35 @@ def test_other_connections_are_not_lent_and_not_lost(valkey: RedisServer, kind: 
     assert client.ping()
 
 
-def test_a_kept_connection_that_the_server_closed_is_replaced(
-    valkey: RedisServer, client: redis.Redis
+def kill(_: RespConnection, server: RedisServer) -> None:
+    server.client().client_kill_filter(_type="normal", skipme=True)
+
+
+BEFORE: dict[str, tuple[Callable[[RespConnection, RedisServer], object], bool]] = {
+    "closed by the server": (kill, False),
+    "with an unread reply": (lambda line, _: line.send(packed(b"PING")), False),
+    "with half a command": (lambda line, _: line.send(packed(b"PING")[:-4]), False),
+    "old": (lambda line, _: setattr(line, "since_s", -math.inf), True),
+}
+
+
+@pytest.mark.parametrize(("use", "has_its_socket"), BEFORE.values(), ids=BEFORE)
+def test_a_connection_that_is_closed_not_read_to_its_end_or_old_is_not_lent_again(
+    valkey: RedisServer,
+    client: redis.Redis,
+    use: Callable[[RespConnection, RedisServer], object],
+    has_its_socket: bool,
 ) -> None:
-    lines = RespConnections(client)
-    first = taken(lines)
-    lines.release(first)
-    valkey.client().client_kill_filter(_type="normal", skipme=True)
-    second = taken(lines)
-    ping(second)
-    assert second is not first
-
-
-@pytest.mark.parametrize("sent", [packed(b"PING"), packed(b"PING")[:-4]])
-def test_what_was_not_read_to_its_end_is_not_lent_again(client: redis.Redis, sent: bytes) -> None:
+    """An old one is shown to its pool, which may replace it."""
     lines = RespConnections(client)
     line = taken(lines)
     sock = line.sock
-    line.send(sent)
+    use(line, valkey)
     lines.release(line)
-    again = taken(lines)
-    ping(again)
-    assert again.sock is not sock
-
-
-def test_a_connection_is_shown_to_its_pool_now_and_then(
-    client: redis.Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lines = RespConnections(client)
-    line = taken(lines)
-    lines.release(line)
-    monkeypatch.setattr(line_module, "KEEP_S", 0.0)
     again = taken(lines)
     ping(again)
     assert again is not line
-    assert again.sock is line.sock
+    assert (again.sock is sock) is has_its_socket
 
 
 def test_half_of_the_connections_are_kept_at_most_and_closing_returns_all(

@@ -1,8 +1,6 @@
 """``GuardedStore``: counted, limited, given up and found again, read-only, and yet a good store."""
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 
 import pytest
@@ -175,37 +173,6 @@ def test_a_store_that_answers_the_probe_with_a_refusal_is_not_back_and_that_is_n
     scene.now_s += 10
     assert scene.store.get("k") is None
     assert scene.news == [True, True, False]
-
-
-def test_one_probe_at_a_time(scene: Scene) -> None:
-    scene.fail(3)
-    scene.now_s += 10
-    gate = threading.Event()
-    scene.inner.arrived.clear()
-    scene.inner.hold(gate)
-    with ThreadPoolExecutor(1) as pool:
-        probe = pool.submit(scene.store.get, "k")
-        assert scene.inner.arrived.wait(60)
-        with pytest.raises(StoreUnavailable, match="circuit open"):
-            scene.store.get("k")
-        gate.set()
-        assert probe.result() is None
-    assert scene.store.get("k") is None
-
-
-def test_a_late_success_of_an_earlier_call_does_not_close_it(scene: Scene) -> None:
-    gate = threading.Event()
-    scene.inner.hold(gate)
-    with ThreadPoolExecutor(1) as pool:
-        slow = pool.submit(scene.store.get, "k")
-        assert scene.inner.arrived.wait(60)
-        scene.inner.mend()
-        scene.fail(3)
-        gate.set()
-        assert slow.result() is None
-    with pytest.raises(StoreUnavailable, match="circuit open"):
-        scene.store.get("k")
-    assert scene.news == [True]
 
 
 def test_check_asks_the_place_itself(scene: Scene) -> None:

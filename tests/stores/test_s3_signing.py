@@ -85,13 +85,38 @@ def test_the_place_is_where_the_client_would_ask(prefix: str, addressing: str) -
     assert place.host == sent[0].split("/")[2]
 
 
-EVERY_DEMAND: dict[str, Any] = {
-    "s3_sse": "aws:kms",
-    "s3_sse_kms_key_id": "key-1",
-    "s3_acl": "bucket-owner-full-control",
-    "s3_checksum": "sha256",
-    "s3_signed_payloads": True,
-}
+def base64_of(digest: bytes) -> str:
+    return base64.b64encode(digest).decode()
+
+
+DEMANDS: list[tuple[dict[str, Any], Callable[[Any], dict[str, str]]]] = [
+    ({"s3_sse": "AES256"}, lambda _: {"x-amz-server-side-encryption": "AES256"}),
+    (
+        {"s3_sse": "aws:kms", "s3_sse_kms_key_id": "key-1"},
+        lambda _: {
+            "x-amz-server-side-encryption": "aws:kms",
+            "x-amz-server-side-encryption-aws-kms-key-id": "key-1",
+        },
+    ),
+    ({"s3_acl": "bucket-owner-full-control"}, lambda _: {"x-amz-acl": "bucket-owner-full-control"}),
+    (
+        {"s3_checksum": "crc32"},
+        lambda body: {"x-amz-checksum-crc32": base64_of(zlib.crc32(body).to_bytes(4, "big"))},
+    ),
+    (
+        {"s3_checksum": "sha256"},
+        lambda body: {"x-amz-checksum-sha256": base64_of(hashlib.sha256(body).digest())},
+    ),
+    (
+        {"s3_signed_payloads": True},
+        lambda body: {"x-amz-content-sha256": hashlib.sha256(body).hexdigest()},
+    ),
+]
+"""Settings, and the headers that the bucket demands of a request by its body: of every one for
+signed payloads, else of each put. Ceph 16 enforces only the ACL of these."""
+
+
+EVERY_DEMAND = {name: value for given, _ in DEMANDS for name, value in given.items()}
 
 
 @given(
@@ -123,37 +148,6 @@ def test_signatures_are_those_of_the_clients_signer(
     assert signed.endswith(f"Signature={expected}")
     assert f"SignedHeaders={auth.signed_headers(auth.headers_to_sign(request))}," in signed
     assert f"Credential={auth.scope(request)}," in signed
-
-
-def base64_of(digest: bytes) -> str:
-    return base64.b64encode(digest).decode()
-
-
-DEMANDS: list[tuple[dict[str, Any], Callable[[Any], dict[str, str]]]] = [
-    ({"s3_sse": "AES256"}, lambda _: {"x-amz-server-side-encryption": "AES256"}),
-    (
-        {"s3_sse": "aws:kms", "s3_sse_kms_key_id": "key-1"},
-        lambda _: {
-            "x-amz-server-side-encryption": "aws:kms",
-            "x-amz-server-side-encryption-aws-kms-key-id": "key-1",
-        },
-    ),
-    ({"s3_acl": "bucket-owner-full-control"}, lambda _: {"x-amz-acl": "bucket-owner-full-control"}),
-    (
-        {"s3_checksum": "crc32"},
-        lambda body: {"x-amz-checksum-crc32": base64_of(zlib.crc32(body).to_bytes(4, "big"))},
-    ),
-    (
-        {"s3_checksum": "sha256"},
-        lambda body: {"x-amz-checksum-sha256": base64_of(hashlib.sha256(body).digest())},
-    ),
-    (
-        {"s3_signed_payloads": True},
-        lambda body: {"x-amz-content-sha256": hashlib.sha256(body).hexdigest()},
-    ),
-]
-"""Settings, and the headers that the bucket demands of a request by its body: of every one for
-signed payloads, else of each put. Ceph 16 enforces only the ACL of these."""
 
 
 @pytest.mark.parametrize(("demanded", "headers"), DEMANDS, ids=[str(one) for one, _ in DEMANDS])

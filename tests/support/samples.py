@@ -4,8 +4,11 @@ from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any, Final
 
+import numpy as np
+
 from objkv.cache.chunks import shard_record
 from objkv.codec.payload import Claim, LayerSpec, Provenance, encode, read_header
+from objkv.codec.seal import Seal
 from objkv.index.base import ChunkEntry, PruneIndex, WriteIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import (
@@ -66,35 +69,51 @@ def save(
     width: int = 8,
     namespace: str = NAMESPACE,
     salt: str | None = None,
+    size: int = CHUNK,
+    created_s: int = CREATED_S,
+    ttl_s: int = 3_600,
 ) -> list[ChunkKey]:
-    """Save every whole chunk of ``tokens``; bulk first, then the record. A payload has
-    64 bytes for each head and each of ``width``."""
-    hashes = prefix_hashes(namespace, tokens, CHUNK, PromptExtras(salt=salt))
+    """Save every whole chunk of ``tokens``, each of ``size``; bulk first, then the record. A
+    payload has four bytes for each token, head and each of ``width``."""
+    hashes = prefix_hashes(namespace, tokens, size, PromptExtras(salt=salt))
     keys = []
     for number, prefix_hash in enumerate(hashes):
         parent = hashes[number - 1] if number else root_hash(namespace)
-        chunk = ChunkEntry(namespace, prefix_hash, parent, number * CHUNK, (number + 1) * CHUNK)
+        chunk = ChunkEntry(namespace, prefix_hash, parent, number * size, (number + 1) * size)
         for shard in shards:
             key = ChunkKey(namespace, prefix_hash, 0, shard)
-            payload = payload_of(key, chunk, tokens, codec, width=width)
+            payload = payload_of(key, chunk, tokens, codec, width=width, created_s=created_s)
             bulk.put_if_absent(key.path(), payload)
             if index is not None:
-                index.publish(chunk, {key.field: shard_record(read_header(payload))}, ttl_s=3_600)
+                index.publish(chunk, {key.field: shard_record(read_header(payload))}, ttl_s=ttl_s)
             keys.append(key)
     return keys
 
 
 def payload_of(
-    key: ChunkKey, chunk: ChunkEntry, tokens: Sequence[int], codec: str, *, width: int = 8
+    key: ChunkKey,
+    chunk: ChunkEntry,
+    tokens: Sequence[int],
+    codec: str,
+    *,
+    width: int = 8,
+    created_s: int = CREATED_S,
+    seal: Seal | None = None,
+    is_varied: bool = False,
 ) -> bytes:
-    """A payload of compressible pages, in which everything is told truly."""
+    """A payload of ``chunk``, which ends in ``tokens``, in which everything is told truly. Its
+    pages are compressible, and depend on its key if ``is_varied``."""
+    blocks = (chunk.token_end - chunk.token_start) // 8
     heads = 2 if key.shard is None else key.shard.head_end - key.shard.head_start
-    layers = [LayerSpec(name, "BF16", (CHUNK // 8, heads, 8, width)) for name in ("l.0", "l.1")]
+    layers = [LayerSpec(name, "BF16", (blocks, heads, 8, width)) for name in ("l.0", "l.1")]
     pages = [bytes([number]) * layer.nbytes for number, layer in enumerate(layers)]
+    if is_varied:
+        chance = np.random.default_rng(list(key.prefix_hash))
+        pages = [chance.integers(0, 4, layer.nbytes, np.uint8).tobytes() for layer in layers]
     digest = token_digest(tokens[chunk.token_start : chunk.token_end])
     claim = Claim(key, chunk.parent_hash, chunk.token_start, chunk.token_end)
-    provenance = Provenance(digest, "host-1:4242", CREATED_S + chunk.token_start)
-    return bytes(encode(claim, layers, pages, codec=codec, provenance=provenance))
+    provenance = Provenance(digest, "host-1:4242", created_s + chunk.token_start)
+    return bytes(encode(claim, layers, pages, codec=codec, provenance=provenance, seal=seal))
 
 
 def view_of(

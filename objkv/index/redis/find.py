@@ -135,8 +135,7 @@ class _Question:
         self._ahead = _AHEAD_BYTES_TLS if connection.tls else _AHEAD_BYTES
 
     def push(self) -> bool:
-        """Send what the socket accepts and the server may buffer. Return whether more must be
-        sent."""
+        """Send what socket and server may take. Return whether more must be sent."""
         while self._unsent:
             if self._sent - len(self._values) * self._value_bytes > self._ahead:
                 return False

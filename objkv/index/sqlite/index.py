@@ -97,11 +97,11 @@ def _created() -> frozenset[tuple[object, ...]]:
 _ALONE = 0o600
 _GROUP = 0o660
 _COMPANIONS = ("-wal", "-shm", "-journal")
+_RIGHTS = "this user needs write permission on the file and its folder"
 
 
 def prepare(path: Path) -> None:
-    """Create the file and its folder if they are missing, and refuse planted ones. Raises
-    ``StoreDenied`` with the fix.
+    """Create the file and its folder if they are missing. Raises ``StoreDenied`` for planted ones.
 
     The content (which prefixes are stored, how often they are looked up) is private. So the file is
     created for this user alone, or for a group if its folder is set up for one (``install -d -m
@@ -120,7 +120,7 @@ def prepare(path: Path) -> None:
                 _check(companion, folder)
     except OSError as exc:
         denied = isinstance(exc, PermissionError)
-        fix = ": this user needs write permission on the file and its folder" if denied else ""
+        fix = f": {_RIGHTS}" if denied else ""
         raise StoreDenied(f"index {exc.filename or path}: {exc.strerror}{fix}") from exc
 
 
@@ -156,20 +156,26 @@ _CALL_S_MAX = 20.0
 """Limit for computing in SQLite per call. Even a large index needs less."""
 _STEPS = 10_000
 """Instructions of SQLite's virtual machine between two checks of the clock; below a millisecond."""
-_BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
-_BROKEN = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
-_REFUSED = {
-    sqlite3.SQLITE_READONLY,
-    sqlite3.SQLITE_CANTOPEN,
-    sqlite3.SQLITE_PERM,
-    sqlite3.SQLITE_AUTH,
+_BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+_REFUSED = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM)
+_BROKEN = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+_DAMAGED = (
+    "is damaged or not an objkv index ({}): stop all processes that use it, delete it and its -wal "
+    "and -shm files, then run objkv rebuild --apply; no KV is lost"
+)
+_MEANINGS: dict[int, tuple[type[StoreError], str]] = {
+    **dict.fromkeys(_BUSY, (StoreUnavailable, "is busy: {}")),
+    sqlite3.SQLITE_FULL: (StoreUnavailable, "the disk is full, free some space: {}"),
+    sqlite3.SQLITE_INTERRUPT: (StoreUnavailable, "the call exceeded its time limit: {}"),
+    **dict.fromkeys((*_REFUSED, sqlite3.SQLITE_AUTH), (StoreDenied, f"{{}}: {_RIGHTS}")),
+    **dict.fromkeys(_BROKEN, (StoreDenied, _DAMAGED)),
 }
 
 
 class SqliteFile:
-    """Connections to one file: one per call in flight, kept for reuse. Safe across ``fork``. Opens
-    nothing before the first call, and creates nothing before the first write. ``busy_ms`` bounds
-    how long a call waits for another writer."""
+    """Connections to one file, one per call in flight, kept for reuse. Safe across ``fork``.
+    Creates nothing before the first write. ``busy_ms`` bounds how long a call waits for another
+    writer."""
 
     def __init__(self, path: Path, *, busy_ms: int) -> None:
         self.path = path
@@ -184,8 +190,7 @@ class SqliteFile:
 
     @contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
-        """Borrow a connection. Each statement sees one state of the file. A missing one reads as
-        empty, and is not created."""
+        """Borrow a connection. A missing file reads as empty, and is not created."""
         if os.path.lexists(self.path):
             with self._borrow() as connection:
                 yield connection
@@ -228,9 +233,12 @@ class SqliteFile:
             yield connection
 
     def close(self) -> None:
+        self._use(self._place)
+
+    def _use(self, place: tuple[int, int] | None) -> None:
         with self._lock:
-            idle, self._idle = self._idle, []
-        for connection in idle:
+            unused, self._idle, self._place = self._idle, [], place
+        for connection in unused:
             connection.close()
 
     def _look(self) -> tuple[int, int] | None:
@@ -242,12 +250,8 @@ class SqliteFile:
             place = None
         else:
             place = found.st_dev, found.st_ino
-        stale: list[sqlite3.Connection] = []
-        with self._lock:
-            if place != self._place:
-                stale, self._idle, self._place = self._idle, [], place
-        for connection in stale:
-            connection.close()
+        if place != self._place:
+            self._use(place)
         return place
 
     def _open(self) -> sqlite3.Connection:
@@ -271,10 +275,13 @@ class SqliteFile:
         return connection
 
     def _check_schema(self, connection: sqlite3.Connection) -> None:
-        version = _pragma(connection, "user_version")
-        if version == 0:
+        if _pragma(connection, "user_version") == 0 and _is_empty(connection):
             self._use_wal(connection)
-            version = self._create(connection)
+            with connection:
+                connection.execute("BEGIN IMMEDIATE")
+                if _is_empty(connection):  # otherwise another process was faster
+                    create(connection)
+        version = _pragma(connection, "user_version")
         if _pragma(connection, "application_id") != APPLICATION_ID:
             raise StoreDenied(
                 f"{self.path} is an SQLite file of another program: set index_url to another file"
@@ -289,7 +296,8 @@ class SqliteFile:
         expected = _created()
         rows = connection.execute(_SCHEMA).fetchmany(len(expected) + 1)
         if len(rows) != len(expected) or frozenset(rows) != expected:
-            raise _damaged(self.path, "tables or triggers not created by objkv")
+            found = _DAMAGED.format("tables or triggers not created by objkv")
+            raise StoreDenied(f"index {self.path}: {found}")
 
     def _use_wal(self, connection: sqlite3.Connection) -> None:
         # Switching the mode does not wait for other users as statements do, so it is retried here.
@@ -303,15 +311,6 @@ class SqliteFile:
                     raise
             time.sleep(_WAL_RETRY_S)
 
-    def _create(self, connection: sqlite3.Connection) -> int:
-        """Create the tables in an empty file. Return its version, also if another process did
-        so."""
-        with connection:
-            connection.execute("BEGIN IMMEDIATE")
-            if not connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]:
-                create(connection)
-            return _pragma(connection, "user_version")
-
 
 @contextmanager
 def translated(path: Path) -> Iterator[None]:
@@ -319,34 +318,12 @@ def translated(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as exc:
-        code = _code(exc)
-        if code in _BUSY:
-            raise StoreUnavailable(f"index {path} is busy: {exc}") from exc
-        if code == sqlite3.SQLITE_FULL:
-            raise StoreUnavailable(
-                f"index {path}: the disk is full, free some space: {exc}"
-            ) from exc
-        if code == sqlite3.SQLITE_INTERRUPT:
-            raise StoreUnavailable(f"index {path}: the call exceeded its time limit") from exc
-        if code in _BROKEN:
-            raise _damaged(path, exc) from exc
-        if code in _REFUSED:
-            raise StoreDenied(
-                f"index {path}: {exc}: this user needs write permission on the file and its folder"
-            ) from exc
-        raise StoreError(f"index {path}: {exc}") from exc
-
-
-def _damaged(path: Path, what: object) -> StoreDenied:
-    return StoreDenied(
-        f"index {path} is damaged or not an objkv index ({what}): stop all processes that use "
-        "it, delete it and its -wal and -shm files, then run objkv rebuild --apply; no KV is lost"
-    )
+        kind, words = _MEANINGS.get(_code(exc), (StoreError, "{}"))
+        raise kind(f"index {path}: {words.format(exc)}") from exc
 
 
 def _bound(connection: sqlite3.Connection, seconds: float) -> None:
-    """Interrupt computing after ``seconds``, or at this call's deadline. Waiting for another writer
-    has a limit of its own."""
+    """Interrupt computing, not waiting, after ``seconds``, or at this call's deadline."""
     until_s = min(time.monotonic() + seconds, ends_s())
     connection.set_progress_handler(lambda: time.monotonic() > until_s, _STEPS)
 
@@ -354,6 +331,10 @@ def _bound(connection: sqlite3.Connection, seconds: float) -> None:
 def _code(exc: sqlite3.Error) -> int:
     # The lowest byte is the primary code; the rest distinguishes variants.
     return int(getattr(exc, "sqlite_errorcode", 0)) & 0xFF
+
+
+def _is_empty(connection: sqlite3.Connection) -> bool:
+    return connection.execute("SELECT 1 FROM sqlite_schema").fetchone() is None
 
 
 def _pragma(connection: sqlite3.Connection, name: str) -> int:
@@ -427,9 +408,8 @@ ON CONFLICT (name) DO UPDATE SET ends_s = excluded.ends_s
 
 
 class SqliteIndex:
-    """Implements ``PruneIndex``. The first write creates the file and its folder. Survives
-    ``fork``, and writers that are killed at any moment. ``clock``: seconds since the epoch.
-    ``busy_ms``: see ``SqliteFile``."""
+    """Implements ``PruneIndex``. Survives ``fork``, and writers that are killed at any moment.
+    ``clock``: seconds since the epoch. ``busy_ms``: see ``SqliteFile``."""
 
     def __init__(
         self, path: Path, *, clock: Callable[[], float] = time.time, busy_ms: int = 2_000
@@ -440,13 +420,12 @@ class SqliteIndex:
     def lookup(self, namespace: str, prefix_hashes: Sequence[bytes]) -> list[Record | None]:
         """One statement for up to 30,000 hashes."""
         found: dict[bytes, Record] = {}
-        with self._file.read() as connection:
-            for part in _parts(prefix_hashes):
-                rows = connection.execute(
-                    f"{_JOINED} WHERE namespace = ? AND {_LIVE} AND hash IN {_marks(part)}",
-                    (namespace, self._clock(), *part),
-                )
-                found |= {record.prefix_hash: record for record in _records(rows, self._clock())}
+        for part in _parts(prefix_hashes):
+            rows = self._rows(
+                f"{_JOINED} WHERE namespace = ? AND {_LIVE} AND hash IN {_marks(part)}",
+                *(namespace, self._clock(), *part),
+            )
+            found |= {record.prefix_hash: record for record in _records(rows, self._clock())}
         return [found.get(prefix_hash) for prefix_hash in prefix_hashes]
 
     def find(
@@ -455,58 +434,53 @@ class SqliteIndex:
         """Faster than ``lookup``: it reads only these fields."""
         wanted = list(dict.fromkeys(fields))
         found: dict[bytes, dict[str, ShardRecord]] = {}
-        with self._file.read() as connection:
-            for part in _parts(prefix_hashes):
-                rows = connection.execute(
-                    f"{_FOUND} WHERE namespace = ? AND {_LIVE} AND field IN {_marks(wanted)}"
-                    f" AND hash IN {_marks(part)}",
-                    (namespace, self._clock(), *wanted, *part),
-                )
-                for prefix_hash, field, value in rows:
-                    if shard := _shard(value):
-                        found.setdefault(prefix_hash, {})[field] = shard
+        for part in _parts(prefix_hashes):
+            rows = self._rows(
+                f"{_FOUND} WHERE namespace = ? AND {_LIVE} AND field IN {_marks(wanted)}"
+                f" AND hash IN {_marks(part)}",
+                *(namespace, self._clock(), *wanted, *part),
+            )
+            for prefix_hash, field, value in rows:
+                if shard := _shard(value):
+                    found.setdefault(prefix_hash, {})[field] = shard
         return [found.get(prefix_hash) for prefix_hash in prefix_hashes]
 
     def scan(self, namespace: str) -> Iterator[Record]:
         """Yields in hash order, and holds no transaction between two steps."""
         after = b""
-        while True:
-            with self._file.read() as connection:
-                rows = connection.execute(
-                    _PAGE, (namespace, after, self._clock(), _SCAN_ROWS)
-                ).fetchall()
-            if not rows:
-                return
+        while rows := self._rows(_PAGE, namespace, after, self._clock(), _SCAN_ROWS):
             yield from _records(rows, self._clock())
             after = rows[-1][0]
 
     def namespaces(self) -> list[str]:
-        with self._file.read() as connection:
-            rows = connection.execute(
-                f"SELECT DISTINCT namespace FROM chunks c WHERE {_LIVE} ORDER BY namespace",
-                (self._clock(),),
-            ).fetchall()
-        return [str(namespace) for (namespace,) in rows]
+        query = f"SELECT DISTINCT namespace FROM chunks c WHERE {_LIVE} ORDER BY namespace"
+        return [str(namespace) for (namespace,) in self._rows(query, self._clock())]
 
     def usage(self) -> list[Usage]:
         """Exact: does not count expired records that are still in the file."""
         now = self._clock()
-        with self._file.read() as connection:
-            rows = connection.execute(_USAGE, (now,)).fetchall()
+        rows = self._rows(_USAGE, now)
         return [Usage(name, nbytes, payloads, int(now)) for name, nbytes, payloads in rows]
 
     def savings(self) -> list[Savings]:
-        with self._file.read() as connection:
-            rows = connection.execute("SELECT name, value FROM savings").fetchall()
+        rows = self._rows("SELECT name, value FROM savings")
         return read_savings({str(field): value for field, value in rows if type(value) is int})
 
     def check(self) -> None:
         """Also proves that the file is writable."""
-        with self._file.write() as connection:
-            connection.execute("DELETE FROM leases WHERE name = ''")
+        self._changed("DELETE FROM leases WHERE name = ''")
 
     def close(self) -> None:
         self._file.close()
+
+    def _rows(self, query: str, *values: object) -> list[tuple[Any, ...]]:
+        with self._file.read() as connection:
+            return connection.execute(query, values).fetchall()
+
+    def _changed(self, statement: str, *values: object) -> bool:
+        """Execute a statement that concerns at most one row. Return whether there was one."""
+        with self._file.write() as connection:
+            return connection.execute(statement, values).rowcount == 1
 
     def publish(
         self, chunk: ChunkEntry, shards: ShardRecords, *, ttl_s: int, lease: Lease | None = None
@@ -570,8 +544,7 @@ class SqliteIndex:
         return taken == 1
 
     def release(self, name: str, owner: str) -> None:
-        with self._file.write() as connection:
-            connection.execute(_RELEASE, (name, owner))
+        self._changed(_RELEASE, name, owner)
 
     def flush(self) -> None:
         """Does nothing: totals change with the records."""
@@ -589,21 +562,17 @@ class SqliteIndex:
 
     def pin(self, namespace: str, prefix_hash: bytes, *, until_s: int, ttl_s: int) -> bool:
         now = self._clock()
-        with self._file.write() as connection:
-            changed = connection.execute(
-                "UPDATE chunks AS c SET pinned_s = ?, ends_s = ?"
-                f" WHERE namespace = ? AND hash = ? AND {_LIVE}",
-                (until_s, max(now + ttl_s, until_s), namespace, prefix_hash, now),
-            ).rowcount
-        return changed == 1
+        return self._changed(
+            "UPDATE chunks AS c SET pinned_s = ?, ends_s = ?"
+            f" WHERE namespace = ? AND hash = ? AND {_LIVE}",
+            *(until_s, max(now + ttl_s, until_s), namespace, prefix_hash, now),
+        )
 
     def drop(self, namespace: str, prefix_hash: bytes) -> bool:
-        with self._file.write() as connection:
-            changed = connection.execute(
-                f"DELETE FROM chunks AS c WHERE namespace = ? AND hash = ? AND {_LIVE}",
-                (namespace, prefix_hash, self._clock()),
-            ).rowcount
-        return changed == 1
+        return self._changed(
+            f"DELETE FROM chunks AS c WHERE namespace = ? AND hash = ? AND {_LIVE}",
+            *(namespace, prefix_hash, self._clock()),
+        )
 
     def set_usage(self, usage: Usage) -> None:
         """Does nothing: triggers keep exact totals."""

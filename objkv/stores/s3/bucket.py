@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
 
 _HASHES = {"GET": sha256().hexdigest(), "PUT": "UNSIGNED-PAYLOAD"}
-"""Of the body, by method. That of a value is not hashed unless the settings demand it: see decision
-9 in ``docs/decisions.md``."""
+"""Of the body, by method. A value is hashed only on demand: decision 9 in ``docs/decisions.md``."""
 _SOUGHT = "objkv-sought"
 _TOKENS = {"s3v4": "x-amz-security-token", "v4-s3express": "x-amz-s3session-token"}
 """The header of a session's token, by the client's name of the signature: both are version 4."""
@@ -55,9 +54,8 @@ class S3Endpoint:
     """What the signer needs for a session of a directory bucket."""
 
     def signed(self, method: str, key: str, extra: dict[str, str]) -> bytes:
-        """Return the head of a request for ``key``, signed with the client's current credentials.
-        ``extra``: headers by lower-case name, signed too. Raises ``StoreDenied`` and the client's
-        exceptions, for example if credentials are missing."""
+        """Return the signed head of a request for ``key``. ``extra``: headers by lower-case name,
+        signed too. Raises ``StoreDenied`` and the client's exceptions."""
         credentials = self.signer.get_auth_instance(
             self.service, self.region, self.version, **self.session
         ).credentials
@@ -167,7 +165,6 @@ class Bucket:
         return self._endpoint
 
     def object_of(self, key: str) -> dict[str, Any]:
-        """Return bucket and key as the client's arguments."""
         check_key(key)
         return {"Bucket": self.name, "Key": self.prefix + key}
 

@@ -42,8 +42,7 @@ ATTEMPTS = 4
 ATTEMPT_SHARE = 0.9 / ATTEMPTS
 """Share of a call's time that an attempt may take. The rest is for the pauses between attempts."""
 _PAUSE_S, _BUSY_PAUSE_S = 0.05, 1.0
-"""The longest pause before the third attempt, as the client's: it doubles from then on. The second
-does not wait."""
+"""The longest pause before the third attempt, as the client's. It then doubles."""
 _COST, _BUSY_COST = 14, 5
 """What a repetition takes of the quota, as the client's."""
 _LAST_S: ContextVar[float] = ContextVar("last_s", default=math.inf)
@@ -71,14 +70,12 @@ def last_s() -> float:
 
 
 class Retrier:
-    """Sends requests up to ``ATTEMPTS`` times if that may help, and less often to a server that
-    fails for long. Thread-safe."""
+    """Repeats requests if that may help; less often if a server fails for long. Thread-safe."""
 
     def __init__(self) -> None:
         self._quota = RetryQuota()
 
     def run(self, attempt: Callable[[], T]) -> T:
-        """Return the outcome of ``attempt``, or raise what it raised last."""
         attempts, cost = 0, 1
         while True:
             try:
@@ -110,8 +107,7 @@ class Retrier:
 
 @dataclass(frozen=True, slots=True)
 class S3Access:
-    """boto3's client, and the connections and repetitions of its and all other requests. All are
-    thread-safe."""
+    """boto3's client, and the connections and repetitions of all requests. Thread-safe."""
 
     client: "S3Client"
     connections: Connections
@@ -211,8 +207,7 @@ class _Body(io.BytesIO):
 
 
 def check_headers(*texts: str) -> None:
-    """Raise ``StoreDenied`` if a header cannot be sent, which only credentials cause. It is not
-    quoted."""
+    """Raise ``StoreDenied``, without a quote, for a header that only credentials can cause."""
     if not all(is_plain(text.replace(" ", "")) for text in texts if text):
         raise StoreDenied(
             "the AWS credentials contain a line break or a character other than ASCII: correct "

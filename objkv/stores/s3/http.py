@@ -26,8 +26,7 @@ BODY_BYTES_MAX = 64 << 20
 VALUE_BYTES_MAX = 5 << 30
 """Limit for a value: the most that S3 takes in one request."""
 _ADDRESS_S = 1.0
-"""Minimum time for connecting to one of several addresses: TCP resends a lost packet after this
-time."""
+"""Minimum time for connecting to one of several addresses: TCP then resends a lost packet."""
 _LOOK_S = 0.02
 """The longest wait of one socket call. After it, progress is reported."""
 _READ_BYTES = 16 << 10
@@ -52,8 +51,7 @@ class NoResponse(ConnectionFailed):
 
 
 class Connections:
-    """The connections of one store. Thread-safe. ``ca``: file of the trusted authorities; None for
-    servers without TLS."""
+    """The connections of one store. Thread-safe. ``ca``: file of trusted authorities, if TLS."""
 
     def __init__(self, *, connect_s: float, read_s: float, ca: str | None) -> None:
         self._connect_s = connect_s
@@ -82,8 +80,7 @@ class Connections:
         raise AssertionError
 
     def acquire(self, url: str, *, is_fresh: bool = False) -> "HttpConnection":
-        """Return the connection that was used last, or a new one; the caller releases it. Raises
-        like ``ask``."""
+        """Return the connection used last, or a new one, to be released. Raises like ``ask``."""
         idle = self._idle.setdefault(url, deque())
         while idle and not is_fresh:
             with suppress(IndexError):  # another thread was faster
@@ -160,7 +157,6 @@ class HttpConnection:
     ) -> None:
         self.url = url
         self.socket = made
-        """Plain or TLS."""
         self._timeout_s = timeout_s
         self._keep = keep
         self._pid = os.getpid()
@@ -229,8 +225,7 @@ class HttpConnection:
         return more
 
     def receive_into(self, into: memoryview) -> int:
-        """Fill ``into``, or only its start if the rest does not arrive soon. Return 0 at the end of
-        stream."""
+        """Fill ``into``, or only its start if the rest is slow. Return 0 at the end of stream."""
         if self._tls is None:
             return self._bounded(self.socket.recv_into, into, 0, socket.MSG_WAITALL)
         at, end_s = 0, ends_s()
@@ -246,8 +241,7 @@ class HttpConnection:
         return at
 
     def _bounded(self, call: Callable[..., T], *args: Any) -> T:
-        """Make one socket call, which waits neither past the deadline nor longer than the
-        time-out."""
+        """Make one socket call, which ends by the deadline and within the time-out."""
         if self._tls is not None:
             self._limit_wait(ends_s())
             return call(*args)
@@ -300,7 +294,6 @@ class HttpResponse:
         self.status = int(code)
         found = [line.partition(":")[::2] for line in lines[1:]]
         self.headers = {name.rstrip().lower(): text.strip() for name, text in found}
-        """By lower-case name."""
         self._connection = connection
         self.keeps = version == "HTTP/1.1" and self.headers.get("connection", "").lower() != "close"
         length = self.headers.get("content-length", "")
@@ -368,9 +361,8 @@ class HttpResponse:
         progress: Callable[[int], None] = lambda _: None,
         step_bytes: int = STEP_BYTES,
     ) -> None:
-        """Fill ``into`` with bytes of the body, straight from the socket, and call ``progress``
-        with their number so far every ``step_bytes`` or earlier. Raises ``ConnectionFailed``, also
-        if the deadline passes."""
+        """Fill ``into`` straight from the socket, and call ``progress`` with the number of bytes so
+        far every ``step_bytes`` or earlier. Raises ``ConnectionFailed``, also at the deadline."""
         at = min(len(self._rest), len(into))
         into[:at] = self._rest[:at]
         self._rest = self._rest[at:]

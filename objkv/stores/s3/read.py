@@ -201,8 +201,7 @@ class RangedGet:
             self._report()
 
     def _await_readers(self) -> None:
-        """Wait until no thread touches the buffer, which jobs that no thread has started must not
-        keep."""
+        """Wait until no thread touches the buffer. Jobs that have not started must not keep it."""
         with self._changed:
             self._is_over = True
             for response in self._filling:

@@ -1,8 +1,7 @@
 """A store in a bucket of any S3-compatible service.
 
-A get reads from the socket into the caller's buffer, and reads large values in several ranges at
-once. A put is one conditional request, so exactly one of many writers wins. Requests that move no
-value are boto3's.
+A get reads from the socket into the caller's buffer, large values in several ranges at once. A put
+is one conditional request, so one of many writers wins. Other requests are boto3's.
 """
 
 import base64
@@ -62,8 +61,7 @@ class S3Store:
         range_bytes: int = RANGE_BYTES,
         ranges_max: int = RANGES_MAX,
     ) -> None:
-        """The caller and up to ``ranges_max`` threads read values above ``range_bytes`` in
-        ranges."""
+        """Values above ``range_bytes`` are read by the caller and ``ranges_max`` threads."""
         self._access = access
         self._client: Any = access.client  # a verb is a variable below
         self._deadline_s = config.load_deadline_ms / 1000
@@ -78,11 +76,9 @@ class S3Store:
 
     @property
     def uses_tls(self) -> bool:
-        """Whether the endpoint's connections are encrypted."""
         return self._endpoint.startswith("https:")
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes | None:
-        """One request."""
         is_whole = end is None and not start
         room = (VALUE_BYTES_MAX if end is None else end) - start
         if room <= 0:  # an HTTP range cannot be empty
@@ -103,8 +99,7 @@ class S3Store:
         return None if read is None else len(read)
 
     def head(self, key: str) -> Entry | None:
-        """Return None also for a missing bucket: the response to a HEAD does not say which it
-        is."""
+        """Return None also for a missing bucket: a HEAD's response does not tell."""
         with self._call("head", key):
             found = self._bucket.head(key)
         if found is None:
@@ -154,7 +149,6 @@ class S3Store:
             )
 
     def put(self, key: str, value: Buffer) -> None:
-        """Make one request."""
         with self._call("put", key), memoryview(value) as view:
             self._put(key, view, {})
 
@@ -198,8 +192,7 @@ class S3Store:
         )
 
     def check(self) -> None:
-        """List one object: the response to a listing reports the error, the response to a HEAD does
-        not."""
+        """List one object: unlike a HEAD's, the response reports the error."""
         name, prefix = self._bucket.name, self._bucket.prefix
         with self._call("check", f"s3://{name} at {self._endpoint}"):
             self._bucket.endpoint()
