@@ -5,7 +5,7 @@ constructor raises; it and ``shutdown`` wait for the node's agent. Read against 
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -59,15 +59,14 @@ logger = logging.getLogger(__name__)
 class TierNamespace(ReplicaNamespace[TierIdentity]):
     """Begins with the first request, and excludes requests from before a renewal."""
 
-    def __init__(
-        self,
-        identity: TierIdentity,
-        bulk: WriteStore,
-        submit: Callable[[Callable[[], Steps[None] | None]], bool],
-        *,
-        writes: bool,
-    ) -> None:
-        super().__init__(identity, bulk, submit, writes=writes)
+    closed = (
+        "the tier stops loads and saves until vLLM's caches are reset while no request holds a "
+        "block: call reset_prefix_cache(reset_running_requests=True, reset_connector=True)"
+    )
+
+    def __init__(self, *given: Any, writes: bool) -> None:
+        """See the base class."""
+        super().__init__(*given, writes=writes)
         self._live: dict[str, bool] = {}
         """Whether a request began after the last renewal."""
 
@@ -104,12 +103,6 @@ class TierNamespace(ReplicaNamespace[TierIdentity]):
         on the device and on the CPU."""
         self._live = dict.fromkeys(self._live, False)
         return super().renew(clean=clean)
-
-    def _log_closed(self) -> None:
-        logger.warning(
-            "the tier stops loads and saves until vLLM's caches are reset while no request holds a "
-            "block: call reset_prefix_cache(reset_running_requests=True, reset_connector=True)"
-        )
 
 
 class ObjKVTier(SecondaryTierManager):
@@ -223,7 +216,8 @@ class ObjKVTier(SecondaryTierManager):
             for one in saves:
                 one.settle(done=True)
         elif saves and not self._lookups.submit(partial(self._save_new, saves)):
-            self._save(saves)
+            for one in saves:
+                self._writer.write(one)
 
     @guarded(None)
     def submit_load(self, job_metadata: "TransferJob") -> None:
@@ -238,7 +232,7 @@ class ObjKVTier(SecondaryTierManager):
 
     @guarded(())
     def get_finished_jobs(self) -> tuple[JobResult, ...]:
-        """See ``TierJobs.take_finished``."""
+        """Return the jobs that ended, including those past their deadline."""
         loads, saves = self._loads.take_finished(), self._saves.take_finished()
         for job in loads:
             self._lookups.deny(job.failed)  # later lookups must not wait for the same load again
@@ -322,17 +316,11 @@ class ObjKVTier(SecondaryTierManager):
         except StoreError:
             self._recorder.count("lookup_errors")
             found = [None] * len(names)
-        new = []
         for one, shards in zip(saves, found, strict=True):
             if shards is None or one.claim.key.field not in shards:
-                new.append(one)
+                self._writer.write(one)
             else:
                 one.end(WriteOutcome.EXISTED, 0)
-        self._save(new)
-
-    def _save(self, saves: Sequence[JobRow]) -> None:
-        for one in saves:
-            self._writer.write(one)
 
     def _touch(self, keys: Sequence[bytes]) -> None:
         """Extend the life of the records of loaded chunks."""
