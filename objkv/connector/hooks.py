@@ -120,8 +120,7 @@ def holds_no_prefix(manager: "KVCacheManager | None") -> bool:
 
 @guarded(None)
 def reopen(side: "SchedulerSide", manager: "KVCacheManager | None") -> None:
-    """Resume loads and saves if vLLM has dropped its blocks of old weights, as it may without a
-    call to the connector."""
+    """Resume if vLLM has dropped its blocks of old weights, of which it may not tell connectors."""
     if not side.open and holds_no_prefix(manager):
         side.reset(clean=True)
 

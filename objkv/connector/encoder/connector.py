@@ -80,9 +80,8 @@ class ObjKVECPromMetrics(TableMetrics, ECConnectorPromMetrics):
 
 class ObjKVECConnector(ECConnectorBase):
     """Shares encoder outputs for images, sounds and videos with every replica that uses the same
-    stores and the same model. The settings are those of ``objkv.config.Config``, from ``OBJKV_*``,
-    a TOML file, and ``ec_connector_extra_config``. Raises ``ConfigError`` at start, which names the
-    fix."""
+    stores and the same model. Settings: ``objkv.config.Config``, from ``OBJKV_*``, a TOML file, and
+    ``ec_connector_extra_config``. Raises ``ConfigError`` at start, which names the fix."""
 
     @starts
     def __init__(self, vllm_config: "VllmConfig", role: ECConnectorRole) -> None:

@@ -130,8 +130,7 @@ class SavedOutput(PayloadTransfer):
 
 
 class EncoderWorkerSide:
-    """The worker's half of the encoder cache. The forward thread calls all methods but ``ended``,
-    and waits only in ``close``."""
+    """The worker's half. For the forward thread, but for ``ended``. Waits only in ``close``."""
 
     def __init__(
         self,
@@ -145,8 +144,7 @@ class EncoderWorkerSide:
         clock: Callable[[], float] = monotonic,
     ) -> None:
         """``writer``: on the same clock; ``close`` closes it. None if this rank saves nothing.
-        ``item_bytes_max``: for one output. ``held_bytes_max``: for tensors kept alive until they
-        are saved."""
+        ``item_bytes_max``: for one output. ``held_bytes_max``: for all that wait to be saved."""
         self.copies, self.writer, self._config = copies, writer, config
         self._recorder, self._clock = recorder, clock
         self._item_bytes_max, self._held_bytes_max = item_bytes_max, held_bytes_max
@@ -164,8 +162,7 @@ class EncoderWorkerSide:
                 cache[identifier] = tensor
 
     def save(self, plan: EncoderPlan, cache: EncoderCache, identifier: str) -> None:
-        """Save an output that was just encoded, in the background, if the plan contains it. If too
-        many wait, it is dropped and counted."""
+        """Save an output that was just encoded, in the background, if the plan contains it."""
         save = plan.saves.get(identifier)
         if save is None or self.writer is None:
             return

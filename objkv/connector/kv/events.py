@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
 Locality = Literal["LOCAL", "REMOTE"]
 OWNERSHIP = "objkv"
-"""Name of the tier in all events. Their medium is that of vLLM's own storage tiers: this replica
-can load the blocks from shared stores."""
+"""Name of the tier in all events. Their medium is that of vLLM's own storage tiers."""
 
 
 def read_hash_tokens(
@@ -191,11 +190,10 @@ class EventLog:
         return events
 
     def _event(self, request: "Request", name: Name, number: int, end: int) -> BlockStored | None:
-        """Return the event that a chunk is stored, or None if it is reported, or not hashed by
-        vLLM. ``number``: of its group. ``end``: after its last token. But for medium, locality and
-        ownership it equals that for the blocks on the device. Source: vLLM 0.31-0.33,
-        ``cache_full_blocks`` in ``v1/core/block_pool.py``, ``resolve_block_hashes`` in
-        ``v1/core/kv_cache_utils.py``."""
+        """Return the event that a chunk is stored, None if it is reported or not hashed by vLLM.
+        ``number``: of its group. ``end``: after its last token. But for medium, locality and
+        ownership it equals that of the device's blocks. Source: vLLM 0.31-0.33,
+        ``BlockPool.cache_full_blocks`` in ``v1/core``."""
         group = self._geometry.position(number)
         # Blocks are reported once, whatever caches they have, and a draft's do not count.
         if group is None or not self._geometry.is_first_of_table(group):

@@ -79,8 +79,7 @@ class PromisedLoads:
         self._planned[plan.request_id] = StartedLoad(plan, tokens, hot, bulk)
 
     def fail(self, request_id: str, blocks: BlockTable, match: MatchResult | None) -> None:
-        """Record that such a load cannot be planned. ``blocks``: all blocks of the request.
-        ``match``: the one that vLLM acts on."""
+        """Record that such a load cannot be planned. ``match``: the one that vLLM acts on."""
         self._planned.pop(request_id, None)
         computed, sync = (0, False) if match is None else (match.computed, match.sync)
         lost: frozenset[int] = frozenset()

@@ -85,10 +85,9 @@ class StoredPayloads:
 def matched_end(
     geometry: Geometry, payloads: StoredPayloads, records: Sequence[ShardRecords | None]
 ) -> int:
-    """Return how many leading tokens the replica can load, with or without the draft's KV. A draft
-    that needs the next token has none for the last block of a match, so the match ends before it,
-    as in vLLM's prefix cache; or one chunk earlier, if a window's payloads do not reach so far
-    back."""
+    """Return how many leading tokens can be loaded, with or without the draft's KV. A draft that
+    needs the next token has none for the last block of a match, so the match ends before it, as in
+    vLLM's prefix cache; or a chunk earlier, if a window's payloads do not reach so far back."""
 
     def is_readable(shards: ShardRecords, group: int, _identity: GroupIdentity) -> bool:
         return payloads.is_readable(shards, group)

@@ -189,8 +189,8 @@ class RequestHashes:
         return self._chain
 
     def _embed_digests(self, embeds: torch.Tensor) -> dict[int, bytes]:
-        """Return a SHA-256 per chunk of a prompt given as embeddings: of its rows, and of the mask
-        of rows that are token ids. May take long."""
+        """Return a SHA-256 per chunk of embeddings: of rows, and of which are token ids. Is
+        slow."""
         digests = {}
         for chunk, start in enumerate(range(0, embeds.shape[0], self._chunk_tokens)):
             span = slice(start, start + self._chunk_tokens)

@@ -266,8 +266,7 @@ class SavePlanner:
     def _is_stored(
         self, tracked: TrackedRequest, again: frozenset[int], chunk: int, group: int
     ) -> bool:
-        """Whether a group of a chunk is stored. Payloads of chunks in ``again`` were missing or
-        corrupt, whatever their records."""
+        """Whether a group of a chunk is stored. Those ``again`` are not, whatever their records."""
         if self._geometry.is_draft(group) and not self.drafts.is_complete(tracked, chunk):
             return True  # it may not be stored
         if chunk in again or chunk >= len(tracked.records):

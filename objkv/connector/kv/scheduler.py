@@ -65,9 +65,8 @@ class Roles:
 
 
 def count_query(recorder: Recorder, tracked: TrackedRequest) -> None:
-    """Count vLLM's query for a match when it allocates blocks to the request, because it may repeat
-    the query. The second allocation, after a load between steps, has no query. Source: vLLM
-    0.31-0.33, ``v1/core/sched/scheduler.py``."""
+    """Count vLLM's query for a match when it allocates blocks, because it may repeat the query. The
+    second allocation, after a load between steps, has none."""
     if tracked.queried:
         tracked.queried = False
         recorder.count("queries")
@@ -115,8 +114,7 @@ class SchedulerSide:
         may_reuse: Callable[[], bool] = lambda: True,
     ) -> None:
         """Stores the identity document. ``switch`` is read once it is started. ``events``: the log,
-        if vLLM has KV events enabled. ``may_reuse``: whether the next step may give blocks of
-        running requests to others."""
+        if vLLM has KV events enabled. ``may_reuse``: see ``StepPlan``."""
         self._config, self._roles, self._geometry = config, roles, geometry
         self._index, self._recorder, self._tracing = index, recorder, tracing
         payloads = StoredPayloads(geometry)
@@ -303,8 +301,7 @@ class SchedulerSide:
         return () if self._events is None else self._events.take_events()
 
     def update(self, output: "KVConnectorOutput") -> "list[Request]":
-        """Process the workers' reports. Returns the requests whose load failed whole. Never
-        raises."""
+        """Process the workers' reports. Returns requests whose load failed whole. Never raises."""
         if output.finished_sending:
             self._held -= output.finished_sending
         report, received = output.kv_connector_worker_meta, output.finished_recving

@@ -65,8 +65,7 @@ class WorkerSide:
         tracing: Tracing,
         accepted: deque[ChunkKey] | None = None,
     ) -> None:
-        """``target``: where ``saver`` saves. ``accepted``: payloads that the agent saves and does
-        not hold back, to be reported."""
+        """``target``: of ``saver``. ``accepted``: payloads that the agent saves, to be reported."""
         self._config, self._rank, self._tracing, self._groups = config, rank, tracing, groups
         self.loader, self.saver, self._target = loader, saver, target
         self._layers = {
@@ -124,9 +123,8 @@ class WorkerSide:
                 group.clear(zeroed.block_ids)
 
     def wait_layer(self, layer_name: str) -> None:
-        """Block until a layer's blocks are loaded or have failed. Called before its attention.
-        Never raises: if it fails, all loads within the step have failed, so that vLLM discards what
-        the model computes from their blocks."""
+        """Block until a layer's blocks are loaded or have failed. Never raises: if it fails, all
+        loads within the step have, and vLLM discards what is computed from their blocks."""
         if not self._in_layers or self._layers_failed:
             return
         try:

@@ -169,9 +169,8 @@ def ranks_of_worker(parallel: "ParallelConfig") -> tuple[int, int]:
 
 
 def placed(vllm_config: "VllmConfig", geometry: Geometry) -> Geometry:
-    """Return the geometry of this worker. Ray may put any number of ranks on a node. If they are on
-    several nodes, each rank therefore counts as alone on its own, because an agent would wait for
-    parts that go to another."""
+    """Return the geometry of this worker. Ray may put any number of ranks on a node. On several
+    nodes each counts as alone on its own: an agent would wait for parts that go to another."""
     from vllm.distributed.parallel_state import get_node_count
 
     if geometry.ranks == 1 or not vllm_config.parallel_config.use_ray:
@@ -219,9 +218,8 @@ def safe_load_mode(vllm_config: "VllmConfig", geometry: Geometry, config: Config
 
 def names_media(vllm_config: "VllmConfig") -> bool:
     """Whether the name of an image, sound or video identifies its encoder output. With both of its
-    caches off, vLLM numbers media in order of arrival, so the same name means another image in
-    another process. Source: vLLM 0.32, ``_process_mm_uuids`` in
-    ``renderers/base.py``."""
+    caches off, vLLM numbers media in order of arrival, so one name means other images in other
+    processes. Source: vLLM 0.32, ``_process_mm_uuids`` in ``renderers/base.py``."""
     multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
     if has_fp8_encoder(multimodal):
         logger.warning(

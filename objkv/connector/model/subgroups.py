@@ -40,8 +40,7 @@ class SubGroup:
     spec: KVCacheSpec
     """Spec of the group's first layer: equal to that of these layers only if ``page`` is None."""
     page: int | None = None
-    """Bytes of one layer's block, if the layers' spec is not that of the group's first layer, or
-    if a page cannot be divided by token."""
+    """Bytes of a layer's block if ``spec`` is not its own, or pages are not divisible by token."""
     draft: bool = False
     """Whether the layers are a draft's."""
 

@@ -125,8 +125,7 @@ def _add(digest: "hashlib._Hash", *fields: bytes) -> None:
 
 
 def _content(path: Path, *, full: bool) -> bytes:
-    """Return the SHA-256 of a file, or of samples if it has an index of tensors and not
-    ``full``."""
+    """Return the SHA-256 of a file, or of samples if it lists its tensors and not ``full``."""
     spans = None if full else _tensor_spans(path)
     with path.open("rb", buffering=0) as file:
         if spans is None:
@@ -148,8 +147,8 @@ def _pages(spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 
 def _tensor_spans(path: Path) -> list[tuple[int, int]] | None:
-    """Return the byte ranges of a safetensors file's header and tensors. None if the file has no
-    valid index that covers all of it."""
+    """Return the byte ranges of a safetensors file's header and tensors, None if it lists not
+    all."""
     if path.suffix != ".safetensors":
         return None
     size = path.stat().st_size

@@ -225,9 +225,8 @@ def _layout(spec: "OffloadingSpec") -> str:
 
 
 def _ranks(spec: "OffloadingSpec") -> tuple[tuple[str, int], ...]:
-    """Return the sizes of parallel groups. Empty only with vLLM's ``canonical_layout``: in its
-    direct layout each rank's layers are contiguous, although it is declared independent of
-    ranks."""
+    """Return the sizes of parallel groups, none only with vLLM's ``canonical_layout``: its direct
+    layout has each rank's layers together, although it is declared independent of ranks."""
     parallel = spec.config.parallel
     if spec.config.canonical_layout and parallel.is_parallelism_agnostic:
         return ()

@@ -106,8 +106,7 @@ class Job:
 
 
 class TierJobs:
-    """The jobs of one direction. The scheduler's thread calls all methods; threads that copy use
-    the rows of a job."""
+    """The jobs of one direction. For the scheduler's thread; threads that copy use its rows."""
 
     def __init__(
         self,

@@ -1,7 +1,6 @@
 """objkv under vLLM's own offloading: a secondary tier below the CPU memory of OffloadingConnector,
-described in ``docs/models.md``. vLLM calls every method on the scheduler's thread. Only the
-constructor raises; it and ``shutdown`` wait for the node's agent. Read against vLLM 0.32-0.33,
-``v1/kv_offload/tiering/base.py``."""
+see ``docs/models.md``. vLLM calls every method on the scheduler's thread. Only the constructor
+raises; it and ``shutdown`` wait for the agent. Read against vLLM 0.32-0.33, ``v1/kv_offload``."""
 
 import logging
 import weakref
@@ -76,8 +75,8 @@ class TierNamespace(ReplicaNamespace[TierIdentity]):
         return self.name if self.identity.none_hash and self.open else None
 
     def begin(self, request_id: str) -> None:
-        """Record a new request. The first one sets the namespace, because vLLM chooses its hash
-        after it has made its tiers."""
+        """Record a new request. The first sets the namespace: vLLM makes its tiers before its
+        hash."""
         self._live.setdefault(request_id, True)
         if not self.identity.none_hash and (first := none_hash()):
             self.identity = replace(self.identity, none_hash=first)
@@ -99,17 +98,15 @@ class TierNamespace(ReplicaNamespace[TierIdentity]):
             super().announce()
 
     def renew(self, *, clean: bool) -> bool:
-        """Renew as the base class does. ``clean``: whether vLLM dropped all KV in its own memory,
-        on the device and on the CPU."""
+        """Renew as the base class does. ``clean``: also vLLM's memory on the CPU has no KV."""
         self._live = dict.fromkeys(self._live, False)
         return super().renew(clean=clean)
 
 
 class ObjKVTier(SecondaryTierManager):
-    """The secondary tier, configured by an entry of ``secondary_tiers``: ``{"type": "ObjKVTier",
-    "module_path": "objkv.connector.tier", "bulk_url": …, "index_url": …}``. The entry may contain
-    every setting of ``Config`` and of ``TierOptions``. Raises ``ConfigError`` at start, which names
-    the fix."""
+    """The secondary tier, an entry of ``secondary_tiers``: ``{"type": "ObjKVTier", "module_path":
+    "objkv.connector.tier", "bulk_url": …, "index_url": …}``, with any setting of ``Config`` and
+    ``TierOptions``. Raises ``ConfigError`` at start, which names the fix."""
 
     medium: ClassVar[Medium] = Medium.STORAGE
 
@@ -244,8 +241,7 @@ class ObjKVTier(SecondaryTierManager):
 
     @guarded(None)
     def drain_jobs(self) -> None:
-        """End all jobs at once and leave the namespace: vLLM calls this when it resets its caches,
-        and weights may have changed."""
+        """End all jobs and leave the namespace: weights may have changed if vLLM resets caches."""
         connector = self._connector()
         self.reset(clean=holds_nothing(getattr(connector, "_kv_cache_manager", None)))
 
