@@ -1,10 +1,7 @@
-"""The encoder cache's connector class that vLLM loads. It forwards to one of the two sides.
-
-Methods of a running connector never wait, except ``shutdown``, which has a deadline. They raise
-nothing into the engine, except for a promise that cannot be kept: the engine stops then in any
-case, and the error shows why. Source of the interface: vLLM 0.32-0.33,
-``distributed/ec_transfer/ec_connector/base.py``.
-"""
+"""The encoder cache's connector, which forwards to one of its two sides. Methods of a running one
+never wait, except ``shutdown``, which has a deadline. They raise nothing into the engine, except
+for a promise that cannot be kept: the engine stops then in any case, and the error shows why.
+Source of the interface: vLLM 0.32-0.33, ``distributed/ec_transfer/ec_connector/base.py``."""
 
 import weakref
 from typing import TYPE_CHECKING, Any, cast

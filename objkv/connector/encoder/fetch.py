@@ -1,9 +1,6 @@
-"""Fetches stored encoder outputs into the scheduler's memory before the connector promises them.
-
-vLLM does not encode outputs that a connector has promised, and stops if a promise is broken. An
-output is therefore either held here, every byte verified and no longer the agent's, or treated as
-missing. One thread looks outputs up, another reads them by the agent.
-"""
+"""Fetches stored encoder outputs before the connector promises them. vLLM does not encode what was
+promised, and stops if a promise is broken. An output is therefore either held here, every byte
+verified and no longer the agent's, or treated as missing."""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence

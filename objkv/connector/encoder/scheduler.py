@@ -1,10 +1,7 @@
-"""The scheduler's side of the encoder cache: it promises outputs and plans loads and saves.
-
-An output is promised only while it is verified and held in this process's memory. It is sent with
-the plan of the step that needs it, so no agent can break a promise, and all ranks get the same
-bytes. Source of the call order: vLLM 0.32-0.33, ``_try_schedule_encoder_inputs`` in
-``v1/core/sched/scheduler.py``.
-"""
+"""The scheduler's side of the encoder cache. An output is promised only while it is verified and
+held in this process's memory, and is sent with the plan of the step that needs it, so no agent can
+break a promise, and all ranks get the same bytes. Source of the call order: vLLM 0.32-0.33,
+``_try_schedule_encoder_inputs`` in ``v1/core/sched/scheduler.py``."""
 
 import logging
 from dataclasses import dataclass

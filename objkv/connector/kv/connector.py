@@ -277,11 +277,8 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """See ``SchedulerSide.match``."""
-        return (
-            (0, False)
-            if self.scheduler is None
-            else self.scheduler.match(request, num_computed_tokens)
-        )
+        side = self.scheduler
+        return (0, False) if side is None else side.match(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int

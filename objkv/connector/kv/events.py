@@ -1,11 +1,8 @@
-"""KV events: reports the chunks that this replica has found in the store, in vLLM's format.
-
-A chunk is reported as ``BlockStored`` when payloads with all of one of its groups are stored, or
-when a load of it succeeded, with the hashes that vLLM gives the same blocks on the device. It is
-reported as ``BlockRemoved`` when it is found missing, or when this replica no longer tracks it.
-Both have their own medium, so they do not affect the device's blocks. Source: vLLM 0.31-0.33,
-``distributed/kv_events.py`` and ``v1/core/block_pool.py``. Described in ``docs/routers.md``.
-"""
+"""KV events: reports the chunks that this replica has found in the store, in vLLM's format, with
+the hashes that vLLM gives the same blocks on the device. A chunk is ``BlockStored`` when payloads
+with all of one of its groups are stored, or a load of it succeeded, and ``BlockRemoved`` when it is
+found missing, or no longer tracked. Both have their own medium, so they do not affect the device's
+blocks. Source: vLLM 0.31-0.33, ``distributed/kv_events.py``. See ``docs/routers.md``."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable

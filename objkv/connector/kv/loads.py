@@ -1,10 +1,8 @@
 """The loads on which vLLM relies, from the allocation of their blocks to their end on all workers.
-
 vLLM holds a request back until its load between steps is reported as ended, and lets the model read
 the blocks of a load within the step. A load must therefore never be lost between two calls: if it
 cannot be planned, it is reported as failed. Source: vLLM 0.31-0.33, ``schedule`` and
-``_update_from_kv_xfer_finished`` in ``v1/core/sched/scheduler.py``.
-"""
+``_update_from_kv_xfer_finished`` in ``v1/core/sched/scheduler.py``."""
 
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -132,15 +130,12 @@ class PromisedLoads:
 
 class Timing:
     """Measures loading and computing on this replica for ``AdmissionPolicy``. For the scheduler's
-    thread only. Never waits.
-
-    Steps are timed from plan to result. Several may be in progress, so each is measured from the
-    end of the previous one. Steps in which requests mostly generate, one token each, or whose
-    forward pass waited for loads, are ignored. The workers time loads. Source of the call order:
-    vLLM 0.31-0.33, ``update_from_output`` in ``v1/core/sched/scheduler.py``, which takes every
-    step's events, and ``step_with_batch_queue`` in ``v1/engine/core.py``, which takes results in
-    order.
-    """
+    thread only. Never waits. Steps are timed from plan to result, and several may be in progress,
+    so each from the end of the previous one. Steps in which requests mostly generate, one token
+    each, or whose forward pass waited for loads, are ignored. The workers time loads. Source of the
+    call order: vLLM 0.31-0.33, ``update_from_output`` in ``v1/core/sched/scheduler.py``, which
+    takes every step's events, and ``step_with_batch_queue`` in ``v1/engine/core.py``, which takes
+    results in order."""
 
     def __init__(
         self,

@@ -276,13 +276,11 @@ def states_after(
 ) -> dict[tuple[int, int], int]:
     """Return the blocks that contain a state at a block's end after the step, as in ``Computed``.
     ``end``: tokens computed after it, None if some may be rejected. ``offered``: (group, block,
-    tokens) of states that vLLM reports.
-
-    The block table alone is not enough: its blocks are reused, moved and emptied while a request
-    runs. Only the state after a step's last token is certainly in that token's block. Source: vLLM
-    0.31-0.33, ``MambaManager`` in ``v1/core/single_type_kv_cache_manager.py``, ``preprocess_mamba``
-    in ``v1/worker/mamba_utils.py``.
-    """
+    tokens) of states that vLLM reports. The block table alone is not enough: its blocks are reused,
+    moved and emptied while a request runs. Only the state after a step's last token is certainly in
+    that token's block. Source: vLLM 0.31-0.33, ``MambaManager`` in
+    ``v1/core/single_type_kv_cache_manager.py``, ``preprocess_mamba`` in
+    ``v1/worker/mamba_utils.py``."""
     states = {}
     for group, identity in enumerate(geometry.groups):
         if identity.kind != "mamba" or end is None or end % identity.block_size:

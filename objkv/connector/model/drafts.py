@@ -1,14 +1,13 @@
 """Draft models of speculative decoding: which layers are theirs, and what their KV depends on.
-
-The layers of a draft share vLLM's groups and blocks with those of the target. objkv stores them in
-groups of their own, so that replicas with and without the draft share the target's KV.
+Their layers share vLLM's groups and blocks with the target's. objkv stores them in groups of their
+own, so that replicas with and without the draft share the target's KV.
 
 A block's hash covers the tokens of the block. The KV of a draft that continues the target's hidden
-states (EAGLE, MTP and similar) also depends on the next token, so the last slot of a block is not
-determined by its hash. objkv therefore stores the blocks of such a draft with the chunk that starts
-one block later: each payload then depends only on tokens that its hash covers. vLLM leaves out the
-last matched block for the same reason. Source: vLLM 0.31-0.33, ``use_eagle`` in
-``config/speculative.py``, ``drop_eagle_block`` in ``v1/core/single_type_kv_cache_manager.py``.
+states (EAGLE, MTP and similar) also depends on the next token. objkv therefore stores the blocks of
+such a draft with the chunk that starts one block later: each payload then depends only on tokens
+that its hash covers. vLLM leaves out the last matched block for the same reason. Source: vLLM
+0.31-0.33, ``use_eagle`` in ``config/speculative.py``, ``drop_eagle_block`` in
+``v1/core/single_type_kv_cache_manager.py``.
 """
 
 import hashlib

@@ -34,11 +34,11 @@ _SCHEDULES_FOR_ALL = ("mp", "ray", "uni", None)
 
 
 def refuse_external_launcher(vllm_config: "VllmConfig") -> None:
-    """Raise ``ConfigError`` if several ranks each have a scheduler, as a launcher like torchrun
-    starts them. Their decisions depend on the timing of a store: one would load a block that
-    another computes, and their collective operations would hang. Source: vLLM 0.31-0.33,
-    ``ExecutorWithExternalLauncher`` in ``v1/executor/uniproc_executor.py``. ``world_size`` includes
-    its data-parallel ranks, see ``ParallelConfig.__post_init__``."""
+    """Raise ``ConfigError`` if several ranks each have a scheduler, as under torchrun. Their
+    decisions depend on the timing of a store: one would load a block that another computes, and
+    their collective operations would hang. Source: vLLM 0.31-0.33,
+    ``ExecutorWithExternalLauncher``. ``world_size`` includes its data-parallel ranks, see
+    ``ParallelConfig.__post_init__``."""
     parallel = vllm_config.parallel_config
     if parallel.world_size == 1 or parallel.distributed_executor_backend in _SCHEDULES_FOR_ALL:
         return
@@ -339,11 +339,10 @@ _FP8 = {"fp8": "F8_E4M3", "fp8_e4m3": "F8_E4M3", "fp8_e5m2": "F8_E5M2"}
 def read_quantised(
     vllm_config: "VllmConfig", kv_caches: Mapping[str, torch.Tensor]
 ) -> dict[str, Quantised]:
-    """Return the element format and the scales of K and V of quantised KV caches, by layer. Raises
-    ``ConfigError`` unless there is one scale for K and one for V. vLLM registers such caches as
-    plain bytes. It keeps the scales in each layer, where only a worker can read them, once the
-    weights are loaded: the checkpoint's scales, or 1.0. Source: vLLM 0.31-0.33,
-    ``process_weights_after_loading`` in ``model_executor/layers/quantization/kv_cache.py``."""
+    """Return the element format and the scales of K and V of quantised KV caches, by layer, which
+    vLLM registers as plain bytes. Raises ``ConfigError`` unless there is one scale for K and one
+    for V. Only a worker can read them, once the weights are loaded: the checkpoint's scales, or
+    1.0. Source: vLLM 0.31-0.33, ``layers/quantization/kv_cache.py``."""
     layers = vllm_config.compilation_config.static_forward_context
     found = {}
     for name, cache in kv_caches.items():

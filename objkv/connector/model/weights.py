@@ -1,11 +1,9 @@
-"""Identifies weights, and LoRA adapters, by digests of their files.
-
-By default the digest is sampled, because hashing 140 GB at every start is slow. Every tensor of a
-safetensors file contributes its name, dtype, shape and up to eight of its pages. A fine-tune, a
-merge or another checkpoint therefore has another digest, but a manual change of a few bytes may
-not. ``weights_digest=full`` reads everything. Files without an index of tensors (``.bin``, ``.pt``,
-``.pth``, ``.gguf``) are always read whole, because samples would cover only a few layers.
-"""
+"""Identifies weights, and LoRA adapters, by digests of their files. By default a digest is sampled,
+because hashing 140 GB at every start is slow: every tensor of a safetensors file contributes its
+name, dtype, shape and up to eight of its pages. A fine-tune, a merge or another checkpoint has
+another digest, but a manual change of a few bytes may not. ``weights_digest=full`` reads
+everything. Files without an index of tensors (``.bin``, ``.pt``, ``.pth``, ``.gguf``) are always
+read whole, because samples would cover only a few layers."""
 
 import hashlib
 import json
@@ -187,16 +185,14 @@ _Versions = list[tuple[str, int, int, int, int, int]]
 
 
 class Adapters:
-    """Content digests of LoRA adapters, computed once per adapter on a background thread: replicas
-    that mount an adapter in different places share its KV, and new weights under an old name do
-    not. The scheduler's thread calls all methods, and never touches the files itself.
-
-    vLLM reads an adapter's files when it loads the adapter, and again after it evicted it to make
-    room (``max_cpu_loras``), without informing connectors. If the files change under the same name,
-    an engine may compute with either version. KV of such an adapter is no longer loaded or saved:
-    each request checks once, with ``stat`` only, that the files are unchanged. Source: vLLM
-    0.31-0.33, ``LRUCacheWorkerLoRAManager.add_adapter`` in ``lora/worker_manager.py``.
-    """
+    """Content digests of LoRA adapters, computed once on a background thread: replicas that mount
+    an adapter in different places share its KV, and new weights under an old name do not. For the
+    scheduler's thread, which never touches the files. vLLM reads an adapter's files when it loads
+    it, and again after it evicted it (``max_cpu_loras``), without informing connectors. If the
+    files change under the same name, an engine may compute with either version. KV of such an
+    adapter is no longer loaded or saved: each request checks once, with ``stat`` only, that the
+    files are unchanged. Source: vLLM 0.31-0.33, ``LRUCacheWorkerLoRAManager.add_adapter`` in
+    ``lora/worker_manager.py``."""
 
     def __init__(self, submit: Callable[[Callable[[], Steps[None]]], bool]) -> None:
         self._submit = submit
