@@ -52,7 +52,7 @@ def place() -> Any:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Where the engines of hand-offs have a model and stores."""
-    from tests.connector.handoff.model import model_folder
+    from tests.connector.handoff.world import model_folder
 
     model_folder(tmp_path)
     return tmp_path
