@@ -49,43 +49,31 @@ def planned(loads: PromisedLoads, *plans: LoadPlan) -> None:
     loads.send()
 
 
-def in_vain(clock: ManualClock) -> PromisedLoads:
-    """Of a replica whose forward pass waited in vain."""
-    loads = PromisedLoads(SIZE, BOUND_S, clock=clock)
-    planned(loads, WITHIN, BETWEEN)
-    loads.ended(StepReport(failed={"w", "b"}), ["b"])
-    assert not loads.may_sync
-    return loads
+IN_VAIN, GOOD = (0, StepReport(failed={"w", "b"}), {"b"}), StepReport()
 
 
 @pytest.mark.parametrize(
-    ("seconds", "failed", "opens"),
-    [(BOUND_S / 2, False, True), (BOUND_S, False, False), (0, True, False)],
-)
-def test_after_a_load_for_which_a_step_would_have_waited_steps_wait_again(
-    seconds: float, failed: bool, opens: bool
-) -> None:
-    loads = in_vain(clock := ManualClock())
-    planned(loads, BETWEEN)
-    clock.advance(seconds)
-    loads.ended(StepReport(failed={"b"} if failed else set()), ["b"])
-    assert loads.may_sync is opens
-
-
-@pytest.mark.parametrize(
-    "reports",
+    ("reports", "may_wait"),
     [
-        [StepReport(failed={"w"}, rejected={("0" * 32, b"h" * 20)})],  # a payload was refused
-        [StepReport(failed={"b"}), StepReport(failed={"w"})],  # only its own request waited
+        ([IN_VAIN], False),
+        ([IN_VAIN, (BOUND_S / 2, GOOD, {"b"})], True),
+        ([IN_VAIN, (BOUND_S, GOOD, {"b"})], False),
+        ([IN_VAIN, (0, StepReport(failed={"b"}), {"b"})], False),
+        ([(0, StepReport(failed={"w"}, rejected={("0" * 32, b"h" * 20)}), ())], True),  # refused
+        # Only its own request waited.
+        ([(0, StepReport(failed={"b"}), ()), (0, StepReport(failed={"w"}), ())], True),
     ],
 )
-def test_only_after_a_step_that_waited_in_vain_no_step_waits(reports: list[StepReport]) -> None:
-    loads = PromisedLoads(SIZE, BOUND_S)
+def test_after_a_step_that_waited_in_vain_none_waits_until_it_would_have_been_in_time(
+    reports: list[tuple[float, StepReport, set[str]]], may_wait: bool
+) -> None:
+    loads = PromisedLoads(SIZE, BOUND_S, clock=(clock := ManualClock()))
     planned(loads, WITHIN, BETWEEN)
-    for report in reports:
-        loads.ended(report, ())
-        planned(loads)
-    assert loads.may_sync
+    for seconds, report, received in reports:
+        clock.advance(seconds)
+        loads.ended(report, received)
+        planned(loads, BETWEEN)
+    assert loads.may_sync is may_wait
 
 
 def loads_between_steps(side: SchedulerSide, name: str) -> bool:

@@ -180,37 +180,32 @@ def test_blank_blocks_are_zeroed_unless_the_cache_may_be_unmapped(*, closed: boo
     assert zeroed == (set() if closed else {20, 22})
 
 
-@pytest.mark.parametrize("group", [GROUP, WINDOW])
-@pytest.mark.parametrize("blocks", [frozenset({9, 10}), frozenset()])
+@pytest.mark.parametrize(
+    ("group", "sync", "blocks", "whole"),
+    [
+        (GROUP, False, {9, 10}, False),
+        (GROUP, False, set(), True),
+        (WINDOW, False, {9, 10}, True),
+        (GROUP, True, {9}, False),
+    ],
+)
 def test_a_load_that_could_not_be_planned_has_failed(
-    group: GroupIdentity, blocks: frozenset[int]
+    group: GroupIdentity, sync: bool, blocks: set[int], whole: bool
 ) -> None:
-    """vLLM waits for it; without its blocks, or with a window, it fails as a whole."""
-    worker = worker_side(*stores(), group=group)
-    plan = StepPlan(failed_loads=(FailedLoad("r", sync=False, blocks=blocks),))
-    worker.start_loads(plan)
-    worker.end_forward(plan)
-    results = worker.results(plan, set())
-    assert results.finished_recving == {"r"}
-    if group is GROUP and blocks:
-        assert (results.failed_recving, worker.take_failed_blocks()) == (set(), blocks)
-    else:
-        assert (results.failed_recving, worker.take_failed_blocks()) == ({"r"}, set())
-    assert told(worker).failed == {"r"}
-    assert worker.results(StepPlan(), set()).finished_recving == set()
-
-
-def test_a_load_within_the_step_that_could_not_be_planned_has_failed_in_it() -> None:
-    """And nothing is saved that was computed from its blocks."""
-    worker, load = without_its_payload()
-    lost = FailedLoad("r", sync=True, blocks=frozenset({9}))
+    """vLLM waits for it; without its blocks, or with a window, it fails as a whole. Within the step
+    nothing is saved that was computed from its blocks."""
+    worker, load = without_its_payload(group)
+    lost = FailedLoad("r", sync, frozenset(blocks))
     plan = StepPlan(saves=(save_of(load),), failed_loads=(lost,))
     worker.start_loads(plan)
     worker.end_forward(plan)
-    assert worker.results(plan, set()).finished_recving == set()
-    assert worker.take_failed_blocks() == {9}
+    results = worker.results(plan, set())
+    assert results.finished_recving == (set() if sync else {"r"})
+    assert results.failed_recving == ({"r"} if whole else set())
+    assert worker.take_failed_blocks() == (set() if whole else blocks)
     report = told(worker)
-    assert (report.failed, report.dropped) == ({"r"}, {("s", 0)})
+    assert (report.failed, report.dropped) == ({"r"}, {("s", 0)} if sync else set())
+    assert worker.results(StepPlan(), set()).finished_recving == set()
 
 
 @pytest.mark.parametrize("broken", ["wait_layer", "take_finished"])
