@@ -60,7 +60,6 @@ class Place:
 
 
 def run(place: Place, *words: str, tokens: list[int]) -> Any:
-    """What a command prints."""
     settings = {"agent": "private"} | place.urls | place.settings
     environ = {f"OBJKV_{name.upper()}": str(value) for name, value in settings.items()}
     ran = CliRunner().invoke(app, list(words), input=json.dumps(tokens), env=environ)

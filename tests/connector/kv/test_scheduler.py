@@ -345,16 +345,17 @@ def test_a_replica_that_only_saves_waits_for_hashes_and_for_no_index() -> None:
 
 
 class Waits:
-    """Notes how long each wait for a lookup may take, and lets the clock pass."""
+    """A replica whose lookups hang. Notes how long each wait for one may take, and lets the clock
+    pass."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, side: SchedulerSide) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        publish_prompt(index := HangingIndex(), [7] * 70)
+        self.side, self.gate, self._clock = open_side(index), index.gate, ManualClock()
         self.allowed_s: list[float] = []
         self.taken_s = 0.0
         self.then: Any = lambda: None
-        self._clock = ManualClock()
-        self._side = side
         monkeypatch.setattr(module, "monotonic", self._clock)
-        monkeypatch.setattr(side.lookups, "wait_for", self._wait_for)
+        monkeypatch.setattr(self.side.lookups, "wait_for", self._wait_for)
 
     def _wait_for(self, _name: str, seconds: float) -> bool:
         self.allowed_s.append(seconds)
@@ -362,39 +363,35 @@ class Waits:
         self.then()
         return True
 
+    def track(self, name: str = "r") -> Any:
+        self.side.track(one := request(70, name))
+        return one
+
+    def run_another(self, *, in_flight: bool) -> None:
+        """A request that generates. Its step may be over."""
+        self.side.track(request(name="running", num_computed_tokens=64))
+        self.side.plan_step(step({"running": 1}, [1]))
+        if not in_flight:
+            self.side.end_step()
+
 
 @pytest.fixture
-def hanging() -> Iterator[tuple[SchedulerSide, HangingIndex]]:
-    publish_prompt(index := HangingIndex(), [7] * 70)
-    side = open_side(index)
-    yield side, index
-    index.gate.set()
+def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
+    yield (made := Waits(monkeypatch))
+    made.gate.set()
 
 
-def run_another(side: SchedulerSide, *, in_flight: bool) -> None:
-    """A request that generates. Its step may be over."""
-    other = request(name="running", num_computed_tokens=64)
-    side.track(other)
-    side.plan_step(step({"running": 1}, [1]))
-    if not in_flight:
-        side.end_step()
-
-
-def test_a_lookup_that_comes_in_time_is_used_in_the_same_pass(
-    hanging: tuple[SchedulerSide, HangingIndex], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lookup_that_comes_in_time_is_used_in_the_same_pass(waits: Waits) -> None:
     """In the next one the request would have lost a whole step."""
-    side, index = hanging
-    run_another(side, in_flight=True)
-    waits = Waits(monkeypatch, side)
-    side.track(one := request(70))
+    waits.run_another(in_flight=True)
+    one = waits.track()
 
     def answer() -> None:
-        index.gate.set()
-        wait_until(lambda: side._match(one, 0)[0] is not None)
+        waits.gate.set()
+        wait_until(lambda: waits.side._match(one, 0)[0] is not None)
 
     waits.then = answer
-    assert side.match(one, 0) == (64, True)
+    assert waits.side.match(one, 0) == (64, True)
     assert waits.allowed_s == [module._MATCH_WAIT_S]
 
 
@@ -403,38 +400,26 @@ def test_a_lookup_that_comes_in_time_is_used_in_the_same_pass(
     [(True, True, True), (True, False, False), (False, False, True)],
 )
 def test_a_lookup_is_awaited_only_while_nobody_else_waits(
-    hanging: tuple[SchedulerSide, HangingIndex],
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    running: bool,
-    in_flight: bool,
-    awaited: bool,
+    waits: Waits, *, running: bool, in_flight: bool, awaited: bool
 ) -> None:
     """While the device computes, or if no request runs at all."""
-    side, _ = hanging
     if running:
-        run_another(side, in_flight=in_flight)
-    waits = Waits(monkeypatch, side)
-    side.track(one := request(70))
-    assert side.match(one, 0) == (None, False)
+        waits.run_another(in_flight=in_flight)
+    assert waits.side.match(waits.track(), 0) == (None, False)
     assert bool(waits.allowed_s) is awaited
 
 
 def test_a_request_is_awaited_once_and_all_of_a_pass_together_for_a_bounded_time(
-    hanging: tuple[SchedulerSide, HangingIndex], monkeypatch: pytest.MonkeyPatch
+    waits: Waits,
 ) -> None:
-    side, _ = hanging
-    waits = Waits(monkeypatch, side)
     waits.taken_s = 0.75 * module._MATCH_WAIT_S
-    burst = [request(70, name) for name in "abcd"]
-    for one in burst:
-        side.track(one)
+    burst = [waits.track(name) for name in "abcd"]
     for one in burst[:3] * 2:
-        side.match(one, 0)
+        waits.side.match(one, 0)
     assert waits.allowed_s == [pytest.approx(share * 1e-3, rel=0.01) for share in (1, 0.25)]
-    side.plan_step(step({}, ()))
+    waits.side.plan_step(step({}, ()))
     for one in burst:
-        side.match(one, 0)
+        waits.side.match(one, 0)
     assert waits.allowed_s[2:] == [module._MATCH_WAIT_S]
 
 
