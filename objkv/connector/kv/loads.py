@@ -13,7 +13,6 @@ from objkv.cache.admission import STEP_TOKENS_MIN, AdmissionPolicy, ChunkSize, L
 from objkv.connector.kv.metadata import FailedLoad, StepReport
 from objkv.connector.kv.planning import NULL_BLOCK, BlockTable, StoredPayloads
 from objkv.connector.kv.requests import MatchResult
-from objkv.connector.model.groups import Geometry
 from objkv.index.base import Savings, ShardRecord, ShardRecords
 from objkv.transfer.plan import LoadPlan
 
@@ -140,15 +139,14 @@ class Timing:
     def __init__(
         self,
         admission: AdmissionPolicy,
-        geometry: Geometry,
+        payloads: StoredPayloads,
         *,
         steps_in_flight: int,
-        payloads: StoredPayloads,
         clock: Callable[[], float] = monotonic,
         wall: Callable[[], float] = time,
     ) -> None:
         """``wall`` returns seconds since the epoch, for the month of savings."""
-        self._admission, self._geometry, self._payloads = admission, geometry, payloads
+        self._admission, self._geometry, self._payloads = admission, payloads.geometry, payloads
         self._clock, self._wall = clock, wall
         # One more than possible: a step that vLLM never ended must not shift all later ones.
         self._steps: deque[tuple[int, float]] = deque(maxlen=steps_in_flight + 1)

@@ -19,7 +19,6 @@ from objkv.background import Steps, in_steps
 from objkv.cache.lookup import LookupService, Records
 from objkv.connector.kv.metadata import StepReport
 from objkv.connector.kv.planning import StoredPayloads
-from objkv.connector.model.groups import Geometry
 from objkv.connector.model.weights import Adapters, UnknownAdapterError
 from objkv.keys.prefix import MultimodalItem, PrefixChain, PromptExtras
 from objkv.telemetry import Recorder
@@ -270,7 +269,6 @@ class RequestTracker:
 
     def __init__(
         self,
-        geometry: Geometry,
         lookups: LookupService,
         recorder: Recorder,
         payloads: StoredPayloads,
@@ -278,7 +276,7 @@ class RequestTracker:
         prefetch: Prefetch,
     ) -> None:
         """``prefetch``: of the node's agent."""
-        self._geometry, self._lookups, self._recorder = geometry, lookups, recorder
+        self._lookups, self._recorder = lookups, recorder
         self.payloads, self._prefetch = payloads, prefetch
         self.adapters, self._limits = Adapters(lookups.submit), LimitReader(recorder)
         self._tracked: dict[str, TrackedRequest] = {}
@@ -420,6 +418,6 @@ class RequestTracker:
                 return None
             if lora is None:
                 return None
-        size = self._geometry.chunk_tokens
+        size = self.payloads.geometry.chunk_tokens
         tracked.hashes = RequestHashes(request, tracked.namespace, lora, size)
         return tracked.hashes

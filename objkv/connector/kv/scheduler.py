@@ -16,14 +16,7 @@ from objkv.config import Config
 from objkv.connector.kv.events import EventLog
 from objkv.connector.kv.loads import PromisedLoads, Timing
 from objkv.connector.kv.metadata import StepPlan, StepReport
-from objkv.connector.kv.planning import (
-    BlockTable,
-    StoredPayloads,
-    draft_blocks_to_zero,
-    load_moves,
-    matched_end,
-    stored_draft_end,
-)
+from objkv.connector.kv.planning import BlockTable, StoredPayloads
 from objkv.connector.kv.requests import MatchResult, Prefetch, RequestTracker, TrackedRequest
 from objkv.connector.kv.saves import BlockTrust, SavePlanner
 from objkv.connector.model.groups import Geometry
@@ -126,13 +119,12 @@ class SchedulerSide:
         self._namespace.announce()
         self.switch = AdmissionSwitch(config.admission, bulk, self._namespace, recorder, submit)
         self.requests = requests = RequestTracker(
-            geometry, self.lookups, recorder, payloads, prefetch=prefetch
+            self.lookups, recorder, payloads, prefetch=prefetch
         )
         self._timing = Timing(
             AdmissionPolicy(lambda: self.switch.mode, recorder),
-            geometry,
+            payloads,
             steps_in_flight=roles.steps_in_flight,
-            payloads=payloads,
         )
         self._trust = BlockTrust(roles.steps_in_flight, ranks=geometry.ranks)
         self._saves = SavePlanner(config, geometry, requests, self._trust, loads=roles.loads)
@@ -240,18 +232,16 @@ class SchedulerSide:
         span = (usable.computed, usable.computed + tokens)
         tracked.accounted = span[1]
         payloads = self.requests.payloads
-        draft_end = stored_draft_end(self._geometry, payloads, usable.records, span)
+        draft_end = payloads.stored_draft_end(usable.records, span)
         chain, records = tracked.hashes.chain, usable.records
-        moves, shards = load_moves(
-            self._geometry, payloads, chain, records, blocks, span, draft_end
-        )
+        moves, shards = payloads.load_moves(chain, records, blocks, span, draft_end)
         plan = LoadPlan(
             request.request_id,
             tracked.namespace,
             moves,
             usable.sync,
             tracked.traceparent,
-            blocks_to_zero=draft_blocks_to_zero(self._geometry, blocks, (draft_end, span[1])),
+            blocks_to_zero=payloads.draft_blocks_to_zero(blocks, (draft_end, span[1])),
         )
         if plan.blocks_to_zero:
             self._saves.drafts.lost(tracked, draft_end)
@@ -395,20 +385,18 @@ class SchedulerSide:
         size = self._geometry.chunk_tokens
         if self._geometry.windowed:
             records = records[: (num_tokens - 1) // size]
-        tokens = self._matched(records)
+        matched_end = self.requests.payloads.matched_end
+        tokens = matched_end(records)
         behind = max(0, self._count_waiting() - 1)  # the request itself has nothing computed either
         admitted = self._timing.admit(records, computed, min(tokens, num_tokens), waiting=behind)
         if admitted < min(tokens, num_tokens):
-            tokens = self._matched(records[: admitted // size])
+            tokens = matched_end(records[: admitted // size])
         if self._geometry.windowed:
             return tokens, False
         if not self._loads_within_step(num_tokens, tokens, computed):
             return min(tokens, num_tokens), False
         step = self._geometry.block_tokens
         return min(tokens, (num_tokens - 1) // step * step), True
-
-    def _matched(self, records: Sequence[ShardRecords | None]) -> int:
-        return matched_end(self._geometry, self.requests.payloads, records)
 
     def _loads_within_step(self, num_tokens: int, matched: int, computed: int) -> bool:
         """Whether to load within the step; in mode ``auto`` only if as much is computed."""

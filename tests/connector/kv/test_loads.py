@@ -54,9 +54,8 @@ class TimedLoads:
         self.notes, self.clock = Notes(limit), ManualClock()
         self.timing = Timing(
             cast("AdmissionPolicy", self.notes),
-            geometry,
+            StoredPayloads(geometry),
             steps_in_flight=2,
-            payloads=StoredPayloads(geometry),
             clock=self.clock,
             **clocks,
         )
