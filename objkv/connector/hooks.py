@@ -51,12 +51,11 @@ def evict_failed(
 ) -> None:
     """Evict each request's first failed block and all later ones from vLLM's prefix cache. For
     single-group models. vLLM hashes blocks that a load within a step will fill, and blocks computed
-    after them, before the failure is known, and keeps the hashes with ``recompute``, because the
-    request computes the blocks again in the next step. After a preemption or an abort at this
-    moment, the next request with that prefix would hit them. ``ended``: blocks of requests that
-    ended in the failed step: aborts that came during a step are executed before its output is
-    processed. Source: vLLM 0.31-0.33, ``_handle_invalid_blocks`` in ``v1/core/sched/scheduler.py``,
-    ``step`` in ``v1/engine/core.py``."""
+    after them, before the failure is known, and keeps the hashes with ``recompute``. After a
+    preemption or an abort at this moment, the next request with that prefix would hit them.
+    ``ended``: blocks of requests that ended in the failed step, as aborted ones do before its
+    output is processed. Source: vLLM 0.31-0.33, ``_handle_invalid_blocks`` in
+    ``v1/core/sched/scheduler.py``."""
     evicted = set(failed)
     tables = [manager.get_block_ids(request_id)[0] for request_id in request_ids]
     for table in (*tables, *ended):
@@ -70,8 +69,7 @@ def free_failed(manager: "KVCacheManager", requests: Iterable["Request"]) -> Non
     """Free the blocks of requests whose whole load failed, and ended on all workers. vLLM frees
     them only when it schedules each again. The first may need more blocks than are free, because it
     computes tokens that a window could skip, and would wait for ever for those behind it. Freeing
-    twice is harmless. Source: vLLM 0.31-0.33, ``_update_waiting_for_remote_kv`` in
-    ``v1/core/sched/scheduler.py``."""
+    twice is harmless. Source: vLLM 0.31-0.33, ``_update_waiting_for_remote_kv``."""
     for request in requests:
         # vLLM itself frees aborted requests, and requests that the failed load has ended.
         waits = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -80,8 +78,7 @@ def free_failed(manager: "KVCacheManager", requests: Iterable["Request"]) -> Non
 
 
 def engine_of(vllm_config: "VllmConfig | None") -> object:
-    """Return an object that identifies the engine: the configuration of its cache, which copies of
-    its configuration share, as inside another connector."""
+    """Return what identifies an engine: the cache's configuration, which inner connectors share."""
     return None if vllm_config is None else vllm_config.cache_config
 
 

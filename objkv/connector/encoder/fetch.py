@@ -89,8 +89,7 @@ class EncoderFetcher:
         clock: Callable[[], float] = monotonic,
     ) -> None:
         """``reader``: on the same clock; ``close`` closes it. None: outputs are looked up only.
-        ``held_bytes_max``: memory for outputs that are held or fetched, without one copy of an
-        output that is not needed any more."""
+        ``held_bytes_max``: memory for what is held or fetched, without a copy that is discarded."""
         self._index, self._reader = index, reader
         self._config, self._recorder, self._clock = config, recorder, clock
         self._failure_log = FailureLog(logger, "lookups of encoder outputs")

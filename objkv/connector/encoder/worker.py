@@ -1,7 +1,7 @@
-"""The worker's side of the encoder cache. vLLM relies on the outputs of a plan, so a load may fail
-only if memory is short. All ranks encode the same outputs, and one saves them. Source of the call
-order: vLLM 0.32-0.33, ``v1/worker/ec_connector_model_runner_mixin.py`` and
-``v1/worker/gpu/ec_connector.py``."""
+"""The worker's side of the encoder cache. vLLM relies on a plan's outputs, so a load fails only if
+memory is short. All ranks encode the same outputs, and one saves them. Source of the call order:
+vLLM 0.32-0.33, ``ec_connector_model_runner_mixin.py`` and ``gpu/ec_connector.py`` in
+``v1/worker``."""
 
 import logging
 from collections.abc import Callable, MutableMapping

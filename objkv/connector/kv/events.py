@@ -189,8 +189,7 @@ class EventLog:
     def _event(self, request: "Request", name: Name, number: int, end: int) -> BlockStored | None:
         """Return the event that a chunk is stored, None if it is reported or not hashed by vLLM.
         ``number``: of its group. ``end``: after its last token. But for medium, locality and
-        ownership it equals that of the device's blocks. Source: vLLM 0.31-0.33,
-        ``BlockPool.cache_full_blocks`` in ``v1/core``."""
+        ownership it equals the device's. Source: vLLM 0.31-0.33, ``cache_full_blocks``."""
         group = self._geometry.position(number)
         # Blocks are reported once, whatever caches they have, and a draft's do not count.
         if group is None or not self._geometry.is_first_of_table(group):

@@ -106,9 +106,8 @@ class PromisedLoads:
         return tuple(load.plan for load in planned.values()), lost
 
     def ended(self, report: StepReport, received: Collection[str]) -> list[StartedLoad]:
-        """Record the workers' report and the loads between steps that ended on all of them. Returns
-        the loads that succeeded. Others may still be loading when one has failed. A refused or
-        missing payload means that the store answered."""
+        """Record the workers' report, and the loads between steps that ended on all of them.
+        Returns those that succeeded. A refused or missing payload means that the store answered."""
         if not report.rejected and any(loads.keys() & report.failed for loads in self._within):
             self.may_sync = False
         for loads in (self._started, *self._within):
@@ -132,9 +131,8 @@ class Timing:
     thread only. Never waits. Steps are timed from plan to result, and several may be in progress,
     so each from the end of the previous one. Steps in which requests mostly generate, one token
     each, or whose forward pass waited for loads, are ignored. The workers time loads. Source of the
-    call order: vLLM 0.31-0.33, ``update_from_output`` in ``v1/core/sched/scheduler.py``, which
-    takes every step's events, and ``step_with_batch_queue`` in ``v1/engine/core.py``, which takes
-    results in order."""
+    call order: vLLM 0.31-0.33, ``update_from_output``, which takes every step's events, and
+    ``step_with_batch_queue``, which takes results in order."""
 
     def __init__(
         self,

@@ -72,9 +72,8 @@ class StoredPayloads:
 
     def matched_end(self, records: Sequence[ShardRecords | None]) -> int:
         """Return how many leading tokens can be loaded, with or without the draft's KV. A draft
-        that needs the next token has none for the last block of a match, so the match ends before
-        it, as in vLLM's prefix cache; or a chunk earlier, if a window's payloads do not reach so
-        far back."""
+        that needs the next token has none for a match's last block, so the match ends before it, as
+        in vLLM's prefix cache, or a chunk earlier if a window's payloads do not reach so far."""
 
         def is_readable(shards: ShardRecords, group: int, _identity: GroupIdentity) -> bool:
             return self.is_readable(shards, group)
@@ -204,8 +203,7 @@ class _Runs(NamedTuple):
 def _runs(
     form: tuple[GroupIdentity, int, int], blocks: Sequence[int], chunks: Ints, span: tuple[int, int]
 ) -> _Runs:
-    """``form``: the group, tokens per chunk, and how many blocks before its chunk's end a payload
-    ends. ``chunks``: the loaded chunks. ``span``: the loaded tokens."""
+    """``form``: group, tokens per chunk, blocks between a payload's and its chunk's end."""
     identity, size, lag = form
     block_size = identity.block_size
     tokens = (chunks + 1) * size - lag * block_size
@@ -238,9 +236,8 @@ def save_moves(
     is_stored: Callable[[int, int], bool] = lambda chunk, group: False,
     again: frozenset[int] = frozenset(),
 ) -> list[SaveMove]:
-    """Return moves that save whole chunks, except groups that their blocks do not contain, or for
-    which ``is_stored(chunk, group)``. ``again``: see ``SaveMove.again``. ``chain`` must have
-    ``digests`` and reach the last of ``chunks``."""
+    """Return moves that save whole chunks, but not groups that their blocks lack, or for which
+    ``is_stored(chunk, group)``. ``chain`` has ``digests`` and reaches the last of ``chunks``."""
     size = geometry.chunk_tokens
     moves = []
     for chunk in chunks:
@@ -272,9 +269,7 @@ def states_after(
     ``end``: tokens computed after it, None if some may be rejected. ``offered``: (group, block,
     tokens) of states that vLLM reports. The block table alone is not enough: its blocks are reused,
     moved and emptied while a request runs. Only the state after a step's last token is certainly in
-    that token's block. Source: vLLM 0.31-0.33, ``MambaManager`` in
-    ``v1/core/single_type_kv_cache_manager.py``, ``preprocess_mamba`` in
-    ``v1/worker/mamba_utils.py``."""
+    that token's block. Source: vLLM 0.31-0.33, ``MambaManager``, ``preprocess_mamba``."""
     states = {}
     for group, identity in enumerate(geometry.groups):
         if identity.kind != "mamba" or end is None or end % identity.block_size:

@@ -188,8 +188,7 @@ class RequestHashes:
         return self._chain
 
     def _embed_digests(self, embeds: torch.Tensor) -> dict[int, bytes]:
-        """Return a SHA-256 per chunk of embeddings: of rows, and of which are token ids. Is
-        slow."""
+        """Return a SHA-256 per chunk of embeddings: of rows, and of which are token ids."""
         digests = {}
         for chunk, start in enumerate(range(0, embeds.shape[0], self._chunk_tokens)):
             span = slice(start, start + self._chunk_tokens)
@@ -246,8 +245,7 @@ class TrackedRequest:
 
     @property
     def traceparent(self) -> str | None:
-        """The request's trace context. vLLM passes it on only if it sends traces itself. Source:
-        vLLM 0.31-0.33, ``v1/engine/async_llm.py``."""
+        """The request's trace context. vLLM passes it on only if it sends traces itself."""
         headers = self.request.trace_headers
         return headers.get("traceparent") if headers else None
 

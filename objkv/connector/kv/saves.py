@@ -44,9 +44,8 @@ class BlockTrust:
         self._admitted.append(tracked)
 
     def next_step(self, output: "SchedulerOutput | None") -> None:
-        """Record that a step was scheduled with the requests added since the previous one. None: it
-        was not planned in full, so no blocks are trusted that were allocated in it, or in steps
-        that are scheduled before its result is known."""
+        """Record that a step was scheduled with the requests added since the previous one. None:
+        not in full, so blocks allocated in it, or before its result is known, are not trusted."""
         admitted, self._admitted = self._admitted, []
         self._step += 1
         if output is None:
@@ -77,9 +76,8 @@ class DueSaves:
     scheduler's thread only. A request's computed tokens grow in each step by no more than the most
     that any request got. One that lacks n tokens is therefore due when the sum of these has grown
     by n: usually exactly then, and after rejected tokens or a preemption too early, so that it is
-    examined once more. vLLM sets the computed tokens forward in one other case: when it admits a
-    request, see ``add``. Source: vLLM 0.31-0.33, ``num_computed_tokens`` in
-    ``v1/core/sched/scheduler.py``."""
+    examined once more. vLLM sets the computed tokens forward otherwise only when it admits a
+    request, see ``add``. Source: vLLM 0.31-0.33, ``num_computed_tokens``."""
 
     def __init__(self, requests: RequestTracker) -> None:
         self._requests = requests

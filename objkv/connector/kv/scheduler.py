@@ -342,8 +342,7 @@ class SchedulerSide:
         return bool(self._held)
 
     def reset(self, *, clean: bool) -> bool:
-        """Stop using everything stored so far, because weights may have changed. Requests in
-        progress no longer load or save. See ``ReplicaNamespace.renew``."""
+        """Stop using everything stored so far, also in requests in progress: weights may differ."""
         self.requests.distrust()
         if self._events is not None:
             self._events.reset()

@@ -127,8 +127,7 @@ def open_worker_side(
     accepted: deque[ChunkKey] | None = None,
 ) -> WorkerSide:
     """Open the worker's side. Raises ``ConfigError`` for a cache layout that objkv cannot read.
-    ``kv_caches``: vLLM's paged cache by layer, never freed or resized here. ``accepted``: receives
-    the payloads that the agent saves, until they are reported."""
+    ``kv_caches``: vLLM's, by layer, never freed here. ``accepted``: see ``WorkerSide``."""
     for device in {cache.device for cache in kv_caches.values()}:
         use_batched_copies(device)
     parallel = vllm_config.parallel_config
@@ -252,8 +251,7 @@ def plan_pools(
     config: Config, groups: Mapping[int, PagedGroup], chunk_tokens: int, rank: Rank
 ) -> Pools:
     """Divide the pinned memory: a few slabs for loads by a device, the rest for saves, which should
-    have slabs for two full steps: one that is being copied, and one that is being handed over.
-    Raises ``ConfigError`` if there is not enough for one of each."""
+    have slabs for two full steps. Raises ``ConfigError`` if there is not one of each."""
     # Includes room for token ids, which payloads of other replicas may contain.
     each = groups.values()
     slab_bytes = max((payload_bytes_max(g.layers, tokens=chunk_tokens) for g in each), default=0)

@@ -1,6 +1,5 @@
-"""The worker's side: executes plans on this rank's paged cache, and reports failures, each of which
-is a miss or a drop. Source of the call order: vLLM 0.31-0.33,
-``v1/worker/kv_connector_model_runner_mixin.py``."""
+"""The worker's side: executes plans on this rank's paged cache, and reports failures, each a miss
+or a drop. Source of the call order: vLLM 0.31-0.33, ``kv_connector_model_runner_mixin.py``."""
 
 import logging
 from collections import deque

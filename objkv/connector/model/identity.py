@@ -1,5 +1,4 @@
-"""Reads identity and groups from vLLM's configuration, equal on the scheduler and on every rank,
-and refuses unsupported ones. Read against vLLM 0.31-0.33."""
+"""Reads identity and groups from vLLM's configuration (0.31-0.33), equal on scheduler and ranks."""
 
 import hashlib
 import json
@@ -37,8 +36,7 @@ def refuse_external_launcher(vllm_config: "VllmConfig") -> None:
     """Raise ``ConfigError`` if several ranks each have a scheduler, as under torchrun. Their
     decisions depend on the timing of a store: one would load a block that another computes, and
     their collective operations would hang. Source: vLLM 0.31-0.33,
-    ``ExecutorWithExternalLauncher``. ``world_size`` includes its data-parallel ranks, see
-    ``ParallelConfig.__post_init__``."""
+    ``ExecutorWithExternalLauncher``. ``world_size`` includes its data-parallel ranks."""
     parallel = vllm_config.parallel_config
     if parallel.world_size == 1 or parallel.distributed_executor_backend in _SCHEDULES_FOR_ALL:
         return
@@ -89,8 +87,7 @@ def read_geometry(
 def _divided(
     vllm_config: "VllmConfig", subgroups: Sequence[SubGroup], groups: tuple[GroupIdentity, ...]
 ) -> tuple[tuple[GroupIdentity, ...], int, int]:
-    """Return the groups with the tokens that a block covers on all DCP ranks, the number of these
-    ranks, and how many tokens follow one another on a rank."""
+    """Return the groups with a block's tokens on all DCP ranks, and their number and interleave."""
     parallel = vllm_config.parallel_config
     size = int(getattr(parallel, "decode_context_parallel_size", 1))
     if size == 1:
@@ -340,9 +337,8 @@ def read_quantised(
     vllm_config: "VllmConfig", kv_caches: Mapping[str, torch.Tensor]
 ) -> dict[str, Quantised]:
     """Return the element format and the scales of K and V of quantised KV caches, by layer, which
-    vLLM registers as plain bytes. Raises ``ConfigError`` unless there is one scale for K and one
-    for V. Only a worker can read them, once the weights are loaded: the checkpoint's scales, or
-    1.0. Source: vLLM 0.31-0.33, ``layers/quantization/kv_cache.py``."""
+    vLLM registers as plain bytes. Raises ``ConfigError`` unless each has one scale. Only a worker
+    can read them, once the weights are loaded. Source: vLLM 0.31-0.33, ``kv_cache.py``."""
     layers = vllm_config.compilation_config.static_forward_context
     found = {}
     for name, cache in kv_caches.items():
@@ -383,6 +379,5 @@ def _layer_scales(name: str, layer: Any) -> str:
 def has_fp8_encoder(multimodal: Any) -> bool:
     """Whether an encoder's output for an image may depend on earlier images, as with the scales of
     an fp8 encoder, which uses the largest values of its last 16 calls. ``multimodal``: vLLM's
-    ``MultiModalConfig`` or None. Source: vLLM 0.32, ``MMEncoderAttention`` in
-    ``model_executor/layers/attention/mm_encoder_attention.py``."""
+    ``MultiModalConfig`` or None. Source: vLLM 0.32, ``MMEncoderAttention``."""
     return getattr(multimodal, "mm_encoder_attn_dtype", None) is not None  # not every version

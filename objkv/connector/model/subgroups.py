@@ -196,9 +196,8 @@ def _kinds(vllm_config: "VllmConfig", total: int) -> list[str]:
 
 def _parted(kinds: Sequence[str], groups: "Sequence[KVCacheGroupSpec]") -> list[list[int]]:
     """Return the layers of each group. All groups have one size, about the number of layers of the
-    rarest kind. The layers of each kind are distributed over its own groups. Attention or states
-    come first as in ``groups``, which is the same for all stages. Source: vLLM 0.31-0.33,
-    ``_get_kv_cache_groups_uniform_page_size``."""
+    rarest kind. Attention or states come first as in ``groups``, which is the same for all stages.
+    Source: vLLM 0.31-0.33, ``_get_kv_cache_groups_uniform_page_size``."""
     alike: dict[str, list[int]] = {}
     for layer, kind in enumerate(kinds):
         for each in ("mamba", "attention") if kind in _BOTH else (kind,):

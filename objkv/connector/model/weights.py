@@ -40,8 +40,7 @@ _THREADS_MAX = 4
 
 
 def weights_digest(folder: Path, *, full: bool = False) -> str | None:
-    """Return the digest of configuration and weights in ``folder``, ``sampled:…`` or ``full:…``.
-    None if ``folder`` has no weights. Raises ``OSError``."""
+    """Return ``sampled:…`` or ``full:…``, None if a folder has no weights. Raises ``OSError``."""
     weights = sorted(p for p in folder.iterdir() if p.suffix in _WEIGHT_SUFFIXES and p.is_file())
     if not weights:
         return None
@@ -145,8 +144,7 @@ def _pages(spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 
 def _tensor_spans(path: Path) -> list[tuple[int, int]] | None:
-    """Return the byte ranges of a safetensors file's header and tensors, None if it lists not
-    all."""
+    """Return the byte ranges of a safetensors file's header and tensors, None with a gap."""
     if path.suffix != ".safetensors":
         return None
     size = path.stat().st_size
@@ -189,10 +187,9 @@ class Adapters:
     an adapter in different places share its KV, and new weights under an old name do not. For the
     scheduler's thread, which never touches the files. vLLM reads an adapter's files when it loads
     it, and again after it evicted it (``max_cpu_loras``), without informing connectors. If the
-    files change under the same name, an engine may compute with either version. KV of such an
-    adapter is no longer loaded or saved: each request checks once, with ``stat`` only, that the
-    files are unchanged. Source: vLLM 0.31-0.33, ``LRUCacheWorkerLoRAManager.add_adapter`` in
-    ``lora/worker_manager.py``."""
+    files change, an engine may compute with either version. KV of such an adapter is no longer
+    loaded or saved: each request checks once, with ``stat`` only. Source: vLLM 0.31-0.33,
+    ``LRUCacheWorkerLoRAManager.add_adapter``."""
 
     def __init__(self, submit: Callable[[Callable[[], Steps[None]]], bool]) -> None:
         self._submit = submit

@@ -93,10 +93,9 @@ def refuse_unshareable(vllm_config: "VllmConfig", named: frozenset[str]) -> None
 class TierAdapters:
     """Detects that the name of a LoRA adapter may now mean other weights. For the scheduler's
     thread only. vLLM's keys contain an adapter's name and path but not its content, and a tier
-    cannot see which adapter a request uses. A name that is loaded again is therefore treated as
-    other weights. For adapters that come with requests, and changed files, the operator is
-    responsible, see ``docs/models.md``. Source: vLLM 0.32, ``_gen_lora_extra_hash_keys`` in
-    ``v1/core/kv_cache_utils.py``."""
+    cannot see which adapter a request uses. A name that is loaded again therefore counts as other
+    weights. The operator is responsible for adapters that come with requests, and for changed
+    files, see ``docs/models.md``. Source: vLLM 0.32, ``_gen_lora_extra_hash_keys``."""
 
     def __init__(self, changed: Callable[[], object]) -> None:
         self._changed = changed

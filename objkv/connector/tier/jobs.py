@@ -1,8 +1,8 @@
 """Jobs and lookups of a secondary tier. A job has many rows of vLLM's memory, which the node's
 agent loads or saves. A row has one chunk's bytes of all ranks and layers, in vLLM's own order: the
 single frame of a payload, named by vLLM's key and verified before the copy. vLLM's memory is
-touched only under ``TierJobs.copying``, and not after the job has ended, so a job can be ended at
-once, whatever its rows wait for."""
+touched only under ``TierJobs.copying``, and not after the job has ended, which it can at any
+time."""
 
 import hashlib
 import logging

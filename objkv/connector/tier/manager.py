@@ -75,8 +75,8 @@ class TierNamespace(ReplicaNamespace[TierIdentity]):
         return self.name if self.identity.none_hash and self.open else None
 
     def begin(self, request_id: str) -> None:
-        """Record a new request. The first sets the namespace: vLLM makes its tiers before its
-        hash."""
+        """Record a new request. The first one sets the namespace, because vLLM chooses its hash
+        after it has made its tiers."""
         self._live.setdefault(request_id, True)
         if not self.identity.none_hash and (first := none_hash()):
             self.identity = replace(self.identity, none_hash=first)
@@ -119,8 +119,7 @@ class ObjKVTier(SecondaryTierManager):
         backpressure_detector: Any = None,
         **options: Any,
     ) -> None:
-        """``primary_kv_view``: vLLM's memory, ``[rows, row_bytes]``, C-contiguous, one-byte
-        elements. Only rows of a load in progress are written."""
+        """``primary_kv_view``: vLLM's memory, ``[rows, row_bytes]``, C-contiguous, of bytes."""
         super().__init__(
             offloading_spec, primary_kv_view, tier_type, backpressure_detector=backpressure_detector
         )
