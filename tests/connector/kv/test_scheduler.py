@@ -173,11 +173,6 @@ def load(chunk: int, *, hot: bool, group: int = 0) -> tuple[LoadMove, ShardRecor
     return LoadMove(move, None), record
 
 
-@pytest.fixture
-def recorder() -> MemoryRecorder:
-    return MemoryRecorder()
-
-
 HIT = {"queries": 1, "query_tokens": 70, "hits": 1, "hit_tokens": 64, "hit_bulk_tokens": 64}
 MISS = {"queries": 1, "query_tokens": 70}
 
@@ -195,12 +190,10 @@ MISS = {"queries": 1, "query_tokens": 70}
     ids=["hit", "miss", "computes all", "session", "producer", "admission"],
 )
 def test_queries_are_the_requests_that_may_load(
-    recorder: MemoryRecorder,
-    asked: dict[str, Any],
-    settings: dict[str, Any],
-    expected: dict[str, float],
+    asked: dict[str, Any], settings: dict[str, Any], expected: dict[str, float]
 ) -> None:
     publish_prompt(index := MemoryIndex(), [7] * 70)
+    recorder = MemoryRecorder()
     side = scheduler_side(index, recorder=recorder, load_mode="async", **settings)
     one = request(**({"tokens": [7] * 70} | asked))
     tokens, _ = ask(side, one)
@@ -211,8 +204,8 @@ def test_queries_are_the_requests_that_may_load(
     assert {name: found[name] for name in names if found.get(name)} == expected
 
 
-def test_a_request_that_was_preempted_is_a_query_again(recorder: MemoryRecorder) -> None:
-    side = scheduler_side(recorder=recorder)
+def test_a_request_that_was_preempted_is_a_query_again() -> None:
+    side = scheduler_side(recorder=(recorder := MemoryRecorder()))
     ask(side, one := request(300))
     for computed in (0, 128):
         side.match(one, computed)
@@ -231,9 +224,9 @@ def test_a_request_that_was_preempted_is_a_query_again(recorder: MemoryRecorder)
     ],
 )
 def test_tokens_to_load_are_hot_or_in_bulk_and_nothing_else(
-    recorder: MemoryRecorder, moves: Any, span: tuple[int, int], hot: int, bulk: int
+    moves: Any, span: tuple[int, int], hot: int, bulk: int
 ) -> None:
-    some, records = zip(*moves, strict=True)
+    (some, records), recorder = zip(*moves, strict=True), MemoryRecorder()
     count_load(recorder, packed(some), records, span, span[1] - 5)
     assert recorder.drain() == {
         "hits": 1,

@@ -53,12 +53,6 @@ def without_its_payload(
     return worker_side(store, index, group=group, **more), plan
 
 
-@pytest.fixture
-def spoilt() -> tuple[WorkerSide, LoadPlan]:
-    """The same, of a load within the step."""
-    return without_its_payload(sync=True)
-
-
 def told(worker: WorkerSide) -> StepReport:
     report = worker.take_report()
     assert report is not None
@@ -73,11 +67,9 @@ def save_of(chunk_of: LoadPlan) -> SavePlan:
 
 
 @pytest.mark.parametrize("speculating", [False, True])
-def test_a_load_that_failed_within_a_step_is_told_in_that_step(
-    spoilt: tuple[WorkerSide, LoadPlan], *, speculating: bool
-) -> None:
+def test_a_load_that_failed_within_a_step_is_told_in_that_step(*, speculating: bool) -> None:
     """With speculation vLLM asks for results before it ends the step."""
-    worker, load = spoilt
+    worker, load = without_its_payload(sync=True)
     plan = StepPlan((load,), (save_of(load),))
     worker.start_loads(plan)
     for layer in GROUP.layers:
@@ -94,9 +86,9 @@ def test_a_load_that_failed_within_a_step_is_told_in_that_step(
 
 
 def test_a_step_with_nothing_to_compute_waits_for_loads_and_no_other_step_does(
-    spoilt: tuple[WorkerSide, LoadPlan], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    worker, _ = spoilt
+    worker = worker_side(*stores())
     waited: list[float] = []
     monkeypatch.setattr(worker.loader, "wait_over", waited.append)
     worker.results(StepPlan(), set())
@@ -106,9 +98,9 @@ def test_a_step_with_nothing_to_compute_waits_for_loads_and_no_other_step_does(
 
 
 def test_the_end_of_a_forked_process_stops_nothing_of_its_parent(
-    spoilt: tuple[WorkerSide, LoadPlan], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    worker, load = spoilt
+    worker, load = without_its_payload(sync=True)
     with monkeypatch.context() as forked:
         forked.setattr(worker_module, "getpid", lambda: -1)
         worker.close()
@@ -247,12 +239,12 @@ def test_loads_that_cannot_be_ordered_after_earlier_work_are_not_started(
 
 @pytest.mark.parametrize("broken", ["loader.cancel", "saver.left_device"])
 def test_the_end_of_a_load_is_reported_whatever_else_fails(
-    spoilt: tuple[WorkerSide, LoadPlan], monkeypatch: pytest.MonkeyPatch, broken: str
+    monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     """vLLM waits for it for ever."""
-    worker, load = spoilt
+    worker, load = without_its_payload()
     breaks(monkeypatch, worker, broken)
-    worker.start_loads(StepPlan(loads=(replace(load, sync=False),)))
+    worker.start_loads(StepPlan(loads=(load,)))
     worker.loader.wait_over(PATIENCE_S)
     results = worker.results(StepPlan(held=frozenset({"h"})), {"f", "h"})
     assert results.finished_recving == {load.request_id}
