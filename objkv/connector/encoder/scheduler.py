@@ -5,7 +5,7 @@ break a promise, and all ranks get the same bytes. Source of the call order: vLL
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from objkv.cache.admission import Mode
 from objkv.cache.switch import AdmissionSwitch
@@ -49,6 +49,9 @@ class _Tracked:
 
 class EncoderSchedulerSide:
     """The scheduler's half of the encoder cache. For the scheduler's thread only."""
+
+    adapters: ClassVar[None] = None
+    """Outputs that adapters change are not shared."""
 
     def __init__(
         self,
@@ -163,10 +166,6 @@ class EncoderSchedulerSide:
     def _asks(self) -> bool:
         """Whether stored outputs are used at all."""
         return self.switch.mode != "never"
-
-    @property
-    def adapters(self) -> None:
-        """Outputs that adapters change are not shared."""
 
     def reset(self, *, clean: bool = True) -> bool:
         """Stop using everything stored so far. Requests in progress no longer load or save.

@@ -18,7 +18,7 @@ from objkv.config import Config
 from objkv.config.node import host_bytes
 from objkv.connector.kv.events import open_event_log
 from objkv.connector.kv.saves import BlockHeadroom
-from objkv.connector.kv.scheduler import Roles, SchedulerSide
+from objkv.connector.kv.scheduler import SchedulerSide
 from objkv.connector.kv.worker import Rank, WorkerSide
 from objkv.connector.model.groups import Geometry
 from objkv.connector.model.identity import (
@@ -81,19 +81,16 @@ def open_scheduler_side(
     transfer.kv_load_failure_policy = "recompute"
     identity = read_identity(vllm_config, geometry, config)
     saves = may_save(config, producer=transfer.is_kv_producer, consumer=transfer.is_kv_consumer)
-    roles = Roles(
+    config = safe_load_mode(vllm_config, geometry, config)
+    side = SchedulerSide(
+        config,
+        geometry,
+        identity,
         loads=transfer.is_kv_consumer,
         saves=saves,
         steps_in_flight=max(1, vllm_config.max_concurrent_batches),
         has_peers=vllm_config.parallel_config.data_parallel_size > 1,
         media_named=names_media(vllm_config),
-    )
-    config = safe_load_mode(vllm_config, geometry, config)
-    side = SchedulerSide(
-        config,
-        roles,
-        geometry,
-        identity,
         # These have the verbs that replicas use; the rest is for operators.
         bulk=cast("WriteStore", link.calls),
         index=cast("WriteIndex", link.calls),
