@@ -6,7 +6,6 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -140,22 +139,23 @@ class StoredPayloads:
         for group, identity in enumerate(geometry.groups):
             until = draft_end if geometry.is_draft(group) else end
             form = identity, size, geometry.draft_lag_blocks(group)
-            runs = _runs(form, blocks[geometry.table(group)], chunks, (start, max(start, until)))
-            table = np.zeros((len(MoveColumn), len(runs.starts)), np.int32)
-            table[MoveColumn.CHUNK] = first + runs.chunks
-            table[MoveColumn.HASH] = runs.chunks + 1  # the first one's parent precedes it
-            table[MoveColumn.FIRST_BLOCK] = runs.first_blocks
-            table[MoveColumn.IDS] = ids_before + runs.starts
-            table[MoveColumn.IDS_END] = ids_before + np.append(runs.starts, len(runs.ids))[1:]
+            part, table_blocks = (start, max(start, until)), blocks[geometry.table(group)]
+            of_chunk, first_blocks, starts, own = _runs(form, table_blocks, chunks, part)
+            table = np.zeros((len(MoveColumn), len(starts)), np.int32)
+            table[MoveColumn.CHUNK] = first + of_chunk
+            table[MoveColumn.HASH] = of_chunk + 1  # the first one's parent precedes it
+            table[MoveColumn.FIRST_BLOCK] = first_blocks
+            table[MoveColumn.IDS] = ids_before + starts
+            table[MoveColumn.IDS_END] = ids_before + np.append(starts, len(own))[1:]
             # Nearly always one payload has all of the group.
-            payloads = [self.of(records[first + chunk], group) for chunk in runs.chunks.tolist()]
+            payloads = [self.of(records[first + chunk], group) for chunk in of_chunk.tolist()]
             table = np.repeat(table, [len(some) for some in payloads], axis=1)
             flat = [one for some in payloads for one in some]
             table[MoveColumn.SOURCE] = [sources.setdefault(one, len(sources)) for one, _ in flat]
             found += [record for _, record in flat]
             tables.append(table)
-            ids.append(runs.ids)
-            ids_before += len(runs.ids)
+            ids.append(own)
+            ids_before += len(own)
         table = np.concatenate(tables, axis=1)
         if len(tables) > 1:
             order = np.argsort(table[MoveColumn.CHUNK], kind="stable")
@@ -187,23 +187,13 @@ class Computed:
     """Block that contains the state after a number of tokens, by group and number."""
 
 
-class _Runs(NamedTuple):
-    """The blocks of one group that a load fills, in runs without a null block."""
-
-    chunks: Ints
-    """The chunk of each run, counted from the first loaded one."""
-    first_blocks: Ints
-    """Index of each run's first block among the blocks of its chunk's payload."""
-    starts: Ints
-    """Position of each run's first block in ``ids``."""
-    ids: Ints
-    """Physical block ids of all runs."""
-
-
 def _runs(
     form: tuple[GroupIdentity, int, int], blocks: Sequence[int], chunks: Ints, span: tuple[int, int]
-) -> _Runs:
-    """``form``: group, tokens per chunk, blocks between a payload's and its chunk's end."""
+) -> tuple[Ints, Ints, Ints, Ints]:
+    """Return the blocks of one group that a load fills, in runs without a null block: the chunk of
+    each run, counted from the first loaded one, the index of its first block among those of its
+    payload, and that block's position among the physical ids of all runs, which are the last.
+    ``form``: group, tokens per chunk, blocks between a payload's and its chunk's end."""
     identity, size, lag = form
     block_size = identity.block_size
     tokens = (chunks + 1) * size - lag * block_size
@@ -223,7 +213,7 @@ def _runs(
     begins[1:] = (np.diff(of_chunk) != 0) | (np.diff(place) != 1)
     starts = np.flatnonzero(begins)
     of_chunk = of_chunk[starts]
-    return _Runs(of_chunk, place[starts] - held_from[of_chunk], starts, ids)
+    return of_chunk, place[starts] - held_from[of_chunk], starts, ids
 
 
 def save_moves(

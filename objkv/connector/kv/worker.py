@@ -72,8 +72,6 @@ class WorkerSide:
         }
         self._report, self._accepted = StepReport(), accepted
         self._failed_blocks, self._sent = set[int](), set[str]()
-        self._failed_loads: list[FailedLoad] = []
-        """Loads between steps that were not started. They are reported with those that ended."""
         self._received, self._failed = set[str](), set[str]()
         self._tainted_steps = 0
         self._in_layers = self._layers_failed = self._is_unmarked = self._closed = False
@@ -193,12 +191,8 @@ class WorkerSide:
 
     @guarded(None)
     def _take_loads(self, plan: StepPlan) -> None:
-        if plan.idle and not self._failed_loads:
+        if plan.idle and not self._received:
             self.loader.wait_over(EMPTY_STEP_S)
-        lost, self._failed_loads = self._failed_loads, []
-        for load in lost:
-            outcome = LoadOutcome(load.request_id, load.blocks, frozenset())
-            self._end_load(outcome, whole=not load.blocks)
         for outcome in self.loader.take_finished(sync=False):
             self._end_load(outcome)
 
@@ -258,8 +252,9 @@ class WorkerSide:
                 self._fail_load(_all_of(load))
 
     def _fail_load(self, load: FailedLoad) -> None:
-        if not load.sync:
-            self._failed_loads.append(load)
+        if not load.sync:  # it is reported with those that ended
+            outcome = LoadOutcome(load.request_id, load.blocks, frozenset())
+            self._end_load(outcome, whole=not load.blocks)
             return
         self._report.failed.add(load.request_id)
         self._failed_blocks |= load.blocks

@@ -101,11 +101,6 @@ class Geometry:
         at = number - self.drafted.number
         return self.target_count + at if 0 <= at < self.drafted.count else None
 
-    def is_first_of_table(self, group: int) -> bool:
-        """Whether a group is the target's, and the first of these with its block table."""
-        tables = [self.table(g) for g in range(self.target_count)]
-        return not self.is_draft(group) and group == tables.index(self.table(group))
-
     def is_draft(self, group: int) -> bool:
         """Whether a group is a draft's: a chunk can be loaded without it."""
         return group >= self.target_count
