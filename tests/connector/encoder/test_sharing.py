@@ -52,8 +52,7 @@ def test_what_vllm_holds_itself_is_not_asked_for(place: Place, second: Replica) 
     assert second.side.is_ready(request("c", "x"), 0)
     second.step()
     assert len(place.store.calls) == calls
-    second.plan(1, freed=("x",))
-    second.cache.clear()
+    second.dropped("x")
     assert second.see(request("d", "x")) == []
 
 
@@ -131,8 +130,7 @@ def test_the_identity_document_is_stored_beside_the_outputs(place: Place) -> Non
 def test_salts_do_not_share(place: Place, second: Replica) -> None:
     saved(place, "x", cache_salt="a")
     assert second.see(request("b", "x", cache_salt="b")) == ["x"]
-    second.cache.clear()
-    second.plan(1, freed=("x",))
+    second.dropped("x")
     assert second.see(request("c", "x", cache_salt="a")) == []
 
 
