@@ -15,7 +15,7 @@ from benchmarks.harness import SCALES, BenchRow, BenchSetting, Section, Target
 from benchmarks.worker import BLOCK, LLAMA_8B
 from objkv.assembly.backends import open_bulk, open_index
 from objkv.config import Config, load_config
-from objkv.connector.kv.scheduler import Roles, SchedulerSide
+from objkv.connector.kv.scheduler import SchedulerSide
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import Record, ShardRecords
 from objkv.index.guarded import GuardedIndex
@@ -89,9 +89,11 @@ def _side(config: Config, index: _SilentIndex) -> SchedulerSide:
     geometry = Geometry((LLAMA_8B,), CHUNK_TOKENS, BLOCK, tp_size=1)
     return SchedulerSide(
         config,
-        Roles(loads=True, saves=True, steps_in_flight=2),
         geometry,
         _IDENTITY,
+        loads=True,
+        saves=True,
+        steps_in_flight=2,
         bulk=open_bulk(config, NullRecorder()),
         index=index,
         recorder=NullRecorder(),

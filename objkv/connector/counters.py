@@ -1,6 +1,5 @@
-"""The metrics of the connectors, with their help texts. Imports no vLLM, so that pages and
-dashboards can be generated without an engine. A counter is exported as the connector's prefix plus
-``<name>_total``, a gauge or histogram without ``_total``."""
+"""The connectors' metrics and help texts. Imports no vLLM: pages and dashboards need no engine. A
+counter is exported as prefix plus ``<name>_total``, a gauge or histogram without ``_total``."""
 
 from dataclasses import dataclass
 

@@ -1,12 +1,8 @@
 """The connector for vLLM's old V0 interface: one process stores the KV and hidden states of whole
-prompts, and another uses them as input. The node's agent reads and saves them, as it does chunks.
-
-Legacy: vLLM removed this interface with its V0 engine, so V0's objects have no types here. No other
-module imports this one, and nothing here imports vLLM. ``docs/models.md`` specifies names and
-frames. Source: vLLM 0.6-0.10,
-``worker/model_runner.py``, ``attention/backends/abstract.py``, and ``get_kv_cache_shape`` in
-``attention/backends/flash_attn.py`` and ``mla/common.py``.
-"""
+prompts, and another uses them as input. The node's agent reads and saves them. Legacy: vLLM removed
+this interface with its V0 engine, so V0's objects have no types here. No other module imports this
+one, and nothing here imports vLLM. ``docs/models.md`` specifies names and frames. Source: vLLM
+0.6-0.10, ``worker/model_runner.py``, and ``get_kv_cache_shape`` in ``attention/backends``."""
 
 import hashlib
 import json

@@ -1,11 +1,8 @@
-"""The methods that objkv patches in vLLM, and its changes to blocks.
-
-EngineCore executes calls that change weights or adapters between steps, on the scheduler's thread.
-It informs a connector only if it also drops its own prefix cache, as ``sleep`` and a pause do.
-After a weight update without a pause (``collective_rpc("reload_weights")``, ``update_weights``, or
-any function sent to the workers) KV of the old weights would still be loaded. The wrappers never
-raise into vLLM. ``vllm_patches=false`` wraps none.
-"""
+"""The methods that objkv patches in vLLM, and its changes to blocks. EngineCore executes calls that
+change weights or adapters between steps, on the scheduler's thread. It informs a connector only if
+it also drops its own prefix cache, as ``sleep`` and a pause do. After a weight update without a
+pause (``collective_rpc("reload_weights")``, ``update_weights``, or any function sent to the
+workers) KV of the old weights would still be loaded. The wrappers never raise into vLLM."""
 
 import functools
 import logging
@@ -51,18 +48,14 @@ def evict_failed(
     request_ids: Iterable[str],
     ended: Iterable[Sequence[int]],
     failed: set[int],
-) -> set[int]:
-    """Evict each request's first failed block and all later ones from vLLM's prefix cache.
-
-    For single-group models. Returns the evicted blocks. vLLM hashes blocks that a load within a
-    step will fill, and blocks computed after them, before the failure is known. With ``recompute``
-    it keeps the hashes, because the request computes the blocks again in the next step. After a
-    preemption or an abort at this moment, the next request with that prefix would hit them. Source:
-    vLLM 0.31-0.33, ``_handle_invalid_blocks`` in ``v1/core/sched/scheduler.py``; ``step`` in
-    ``v1/engine/core.py`` executes aborts that came during a step before it processes the output.
-
-    ``ended``: blocks of requests that ended in the failed step.
-    """
+) -> None:
+    """Evict each request's first failed block and all later ones from vLLM's prefix cache. For
+    single-group models. vLLM hashes blocks that a load within a step will fill, and blocks computed
+    after them, before the failure is known, and keeps the hashes with ``recompute``. After a
+    preemption or an abort at this moment, the next request with that prefix would hit them.
+    ``ended``: blocks of requests that ended in the failed step, as aborted ones do before its
+    output is processed. Source: vLLM 0.31-0.33, ``_handle_invalid_blocks`` in
+    ``v1/core/sched/scheduler.py``."""
     evicted = set(failed)
     tables = [manager.get_block_ids(request_id)[0] for request_id in request_ids]
     for table in (*tables, *ended):
@@ -70,15 +63,13 @@ def evict_failed(
         evicted.update(table[first:])
     evicted.discard(0)
     manager.evict_blocks(evicted)
-    return evicted
 
 
 def free_failed(manager: "KVCacheManager", requests: Iterable["Request"]) -> None:
     """Free the blocks of requests whose whole load failed, and ended on all workers. vLLM frees
-    them too, but only when it schedules each request again. The first may need more blocks than are
-    free, because it computes tokens whose load a window could skip, and would wait for ever for
-    those behind it. Freeing twice is harmless. Source: vLLM 0.31-0.33, ``schedule`` and
-    ``_update_waiting_for_remote_kv`` in ``v1/core/sched/scheduler.py``."""
+    them only when it schedules each again. The first may need more blocks than are free, because it
+    computes tokens that a window could skip, and would wait for ever for those behind it. Freeing
+    twice is harmless. Source: vLLM 0.31-0.33, ``_update_waiting_for_remote_kv``."""
     for request in requests:
         # vLLM itself frees aborted requests, and requests that the failed load has ended.
         waits = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -87,8 +78,7 @@ def free_failed(manager: "KVCacheManager", requests: Iterable["Request"]) -> Non
 
 
 def engine_of(vllm_config: "VllmConfig | None") -> object:
-    """Return an object that identifies the engine: the configuration of its cache, which copies of
-    its configuration share, as inside another connector."""
+    """Return what identifies an engine: the cache's configuration, which inner connectors share."""
     return None if vllm_config is None else vllm_config.cache_config
 
 
@@ -120,8 +110,7 @@ def holds_no_prefix(manager: "KVCacheManager | None") -> bool:
 
 @guarded(None)
 def reopen(side: "SchedulerSide", manager: "KVCacheManager | None") -> None:
-    """Resume loads and saves if vLLM has dropped its blocks of old weights, as it may without a
-    call to the connector."""
+    """Resume if vLLM has dropped its blocks of old weights, of which it may not tell connectors."""
     if not side.open and holds_no_prefix(manager):
         side.reset(clean=True)
 

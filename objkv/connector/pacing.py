@@ -17,9 +17,8 @@ class EmptySteps:
     Source: vLLM 0.31-0.33, ``step_with_batch_queue`` in ``v1/engine/core.py``."""
 
     def __init__(self, steps_in_flight: int, *, has_peers: bool = False) -> None:
-        """``steps_in_flight``: how many steps may be planned before the first one ends.
-        ``has_peers``: whether other engines wait for each step of this one, as data-parallel ranks
-        do."""
+        """``steps_in_flight``: how many steps are planned before the first one ends. ``has_peers``:
+        whether other engines, data-parallel ranks, wait for each step of this one."""
         self._steps_in_flight, self._has_peers = steps_in_flight, has_peers
         self._since_busy = steps_in_flight
 

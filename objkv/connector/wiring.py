@@ -45,9 +45,8 @@ def _count_gpus() -> int:
 
 
 def may_save(config: Config, *, producer: bool, consumer: bool) -> bool:
-    """Whether this replica saves. ``producer``, ``consumer``: whether vLLM's role of the replica
-    (``kv_role``, ``ec_role``) includes saving and loading. Raises ``ConfigError`` if it would do
-    neither."""
+    """Whether this replica saves. ``producer``, ``consumer``: whether its role in vLLM includes
+    saving and loading. Raises ``ConfigError`` if it would do neither."""
     if config.role != "reader":
         return producer
     if producer and not consumer:

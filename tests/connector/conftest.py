@@ -50,9 +50,17 @@ def place() -> Any:
 
 
 @pytest.fixture
+def second(place: Any) -> Iterator[Any]:
+    from tests.connector.encoder.world import replica
+
+    with replica(place) as made:
+        yield made
+
+
+@pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Where the engines of hand-offs have a model and stores."""
-    from tests.connector.handoff.model import model_folder
+    from tests.connector.handoff.world import model_folder
 
     model_folder(tmp_path)
     return tmp_path

@@ -20,7 +20,6 @@ from tests.connector.encoder.world import (
     IDENTITY,
     Place,
     Replica,
-    formed,
     replica,
     request,
 )
@@ -29,7 +28,7 @@ from tests.device import simulated
 DEVICE = "sim:1"
 """Not the first one, on which every thread starts."""
 ROWS, WIDTH = 64, 1024
-FORM = formed(width=lambda modality: WIDTH)
+FORM = {"width": lambda modality: WIDTH}
 NAMES = [f"image{number}" for number in range(6)]
 LATE = (3000, 8000)
 ON_TIME = (0, 0)
@@ -76,7 +75,7 @@ def loading(names: list[str]) -> EncoderPlan:
 
 def worker(copies: OutputCopies) -> EncoderWorkerSide:
     """One that saves nothing."""
-    return EncoderWorkerSide(copies, None, world.Limits().config(), MemoryRecorder(), 0, 0)
+    return EncoderWorkerSide(copies, None, world.CONFIG, MemoryRecorder(), 0, 0)
 
 
 def encode(one: Replica, *names: str) -> None:

@@ -13,7 +13,6 @@ from tests.connector.encoder.engine import make_model
 from tests.connector.encoder.test_connector import ROWS, WIDTH
 from tests.connector.encoder.test_connector import Engine as SeeingEngine
 from tests.connector.handoff import world as handoff
-from tests.connector.handoff.model import model_folder, prompts
 from tests.connector.tier import world as tier
 
 SAVED_S = 60.0
@@ -49,12 +48,12 @@ class Tier:
 class Handoff:
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
         if not (folder / "model").exists():
-            model_folder(folder)
+            handoff.model_folder(folder)
         self._engine = handoff.Engine(folder, settings=settings)
         self._kv = [handoff.bits(cache).clone() for cache in self._engine.caches]
 
     def _step(self, number: int) -> Any:
-        return prompts([[number % 90, *range(6)]], [[3, 1]])
+        return handoff.prompts([[number % 90, *range(6)]], [[3, 1]])
 
     def save(self, number: int) -> None:
         for cache, kv in zip(self._engine.caches, self._kv, strict=True):

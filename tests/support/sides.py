@@ -12,7 +12,7 @@ from objkv.agent.core import CoreLimits
 from objkv.background import Steps, in_steps
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.config import Config
-from objkv.connector.kv.scheduler import Roles, SchedulerSide
+from objkv.connector.kv.scheduler import SchedulerSide
 from objkv.connector.kv.wiring import make_worker_side
 from objkv.connector.kv.worker import Rank, WorkerSide
 from objkv.connector.model.groups import Geometry
@@ -118,9 +118,9 @@ def scheduler_side(
     does = {"loads": True, "saves": True, "steps_in_flight": 1}
     side = SchedulerSide(
         Config.model_validate(plain | settings),
-        Roles(**(does | dict(roles or {}))),
         geometry,
         IDENTITY,
+        **(does | dict(roles or {})),
         bulk=MemoryStore(),
         index=index if index is not None else MemoryIndex(),
         recorder=recorder or MemoryRecorder(),

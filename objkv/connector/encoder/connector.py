@@ -1,10 +1,7 @@
-"""The encoder cache's connector class that vLLM loads. It forwards to one of the two sides.
-
-Methods of a running connector never wait, except ``shutdown``, which has a deadline. They raise
-nothing into the engine, except for a promise that cannot be kept: the engine stops then in any
-case, and the error shows why. Source of the interface: vLLM 0.32-0.33,
-``distributed/ec_transfer/ec_connector/base.py``.
-"""
+"""The encoder cache's connector, which forwards to one of its two sides. Methods of a running one
+never wait, except ``shutdown``, which has a deadline. They raise nothing into the engine, except
+for a promise that cannot be kept: the engine stops then in any case, and the error shows why.
+Source of the interface: vLLM 0.32-0.33, ``distributed/ec_transfer/ec_connector/base.py``."""
 
 import weakref
 from typing import TYPE_CHECKING, Any, cast
@@ -80,9 +77,8 @@ class ObjKVECPromMetrics(TableMetrics, ECConnectorPromMetrics):
 
 class ObjKVECConnector(ECConnectorBase):
     """Shares encoder outputs for images, sounds and videos with every replica that uses the same
-    stores and the same model. The settings are those of ``objkv.config.Config``, from ``OBJKV_*``,
-    a TOML file, and ``ec_connector_extra_config``. Raises ``ConfigError`` at start, which names the
-    fix."""
+    stores and the same model. Settings: ``objkv.config.Config``, from ``OBJKV_*``, a TOML file, and
+    ``ec_connector_extra_config``. Raises ``ConfigError`` at start, which names the fix."""
 
     @starts
     def __init__(self, vllm_config: "VllmConfig", role: ECConnectorRole) -> None:

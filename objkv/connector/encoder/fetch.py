@@ -1,9 +1,6 @@
-"""Fetches stored encoder outputs into the scheduler's memory before the connector promises them.
-
-vLLM does not encode outputs that a connector has promised, and stops if a promise is broken. An
-output is therefore either held here, every byte verified and no longer the agent's, or treated as
-missing. One thread looks outputs up, another reads them by the agent.
-"""
+"""Fetches stored encoder outputs before the connector promises them. vLLM does not encode what was
+promised, and stops if a promise is broken. An output is therefore either held here, every byte
+verified and no longer the agent's, or treated as missing."""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -93,8 +90,7 @@ class EncoderFetcher:
     ) -> None:
         """``reader``: on the same clock; ``close`` closes it. None: outputs are looked up only.
         ``config``: an output has twice its ``lookup_deadline_ms``. ``held_bytes_max``: memory for
-        outputs that are held or fetched, without one copy of an output that is not needed any
-        more."""
+        what is held or fetched, without a copy that is discarded."""
         self._index, self._reader = index, reader
         self._config, self._recorder, self._clock = config, recorder, clock
         self._failure_log = FailureLog(logger, "lookups of encoder outputs")

@@ -61,8 +61,7 @@ def read_encoder_identity(vllm_config: "VllmConfig", config: Config) -> EncoderI
 
 
 def read_form(vllm_config: "VllmConfig", *, item_bytes_max: int) -> OutputForm:
-    """Return the form of outputs. Raises ``ConfigError`` for a dtype that payloads do not support,
-    and for engines whose outputs or ranks may disagree."""
+    """Return the form of outputs. Raises ``ConfigError`` if outputs or ranks may disagree on it."""
     refuse_external_launcher(vllm_config)
     model, lora = vllm_config.model_config, vllm_config.lora_config
     if has_fp8_encoder(model.multimodal_config):

@@ -1,10 +1,7 @@
-"""The images, sounds and videos of requests, and the plans with their outputs.
-
-A plan contains the verified outputs themselves: once vLLM relies on a promise not to encode an
-item, no fetch may fail. vLLM sends arrays of 1 MiB and more beside its pickle, and messages above
-its ring's 24 MiB through a socket. Source: vLLM 0.32, ``MessageQueue.enqueue`` in
-``distributed/device_communicators/shm_broadcast.py``.
-"""
+"""The images, sounds and videos of requests, and the plans with their outputs. A plan contains the
+verified outputs themselves: once vLLM relies on a promise, no fetch may fail. vLLM sends arrays of
+1 MiB and more beside its pickle, and messages above its ring's 24 MiB through a socket. Source:
+vLLM 0.32, ``MessageQueue.enqueue`` in ``distributed/device_communicators/shm_broadcast.py``."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

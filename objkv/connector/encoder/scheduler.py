@@ -1,14 +1,11 @@
-"""The scheduler's side of the encoder cache: it promises outputs and plans loads and saves.
-
-An output is promised only while it is verified and held in this process's memory. It is sent with
-the plan of the step that needs it, so no agent can break a promise, and all ranks get the same
-bytes. Source of the call order: vLLM 0.32-0.33, ``_try_schedule_encoder_inputs`` in
-``v1/core/sched/scheduler.py``.
-"""
+"""The scheduler's side of the encoder cache. An output is promised only while it is verified and
+held in this process's memory, and is sent with the plan of the step that needs it, so no agent can
+break a promise, and all ranks get the same bytes. Source of the call order: vLLM 0.32-0.33,
+``_try_schedule_encoder_inputs`` in ``v1/core/sched/scheduler.py``."""
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from objkv.cache.admission import Mode
 from objkv.cache.switch import AdmissionSwitch
@@ -52,6 +49,9 @@ class _Tracked:
 
 class EncoderSchedulerSide:
     """The scheduler's half of the encoder cache. For the scheduler's thread only."""
+
+    adapters: ClassVar[None] = None
+    """Outputs that adapters change are not shared."""
 
     def __init__(
         self,
@@ -166,10 +166,6 @@ class EncoderSchedulerSide:
     def _asks(self) -> bool:
         """Whether stored outputs are used at all."""
         return self.switch.mode != "never"
-
-    @property
-    def adapters(self) -> None:
-        """Outputs that adapters change are not shared."""
 
     def reset(self, *, clean: bool = True) -> bool:
         """Stop using everything stored so far. Requests in progress no longer load or save.

@@ -1,9 +1,7 @@
-"""The worker's side of the encoder cache: adds the plan's outputs and saves encoded ones.
-
-vLLM relies on the outputs of a plan, so a load may fail only if memory is short. All ranks encode
-the same outputs, and one saves them. Source of the call order: vLLM 0.32-0.33,
-``v1/worker/ec_connector_model_runner_mixin.py`` and ``v1/worker/gpu/ec_connector.py``.
-"""
+"""The worker's side of the encoder cache. vLLM relies on a plan's outputs, so a load fails only if
+memory is short. All ranks encode the same outputs, and one saves them. Source of the call order:
+vLLM 0.32-0.33, ``ec_connector_model_runner_mixin.py`` and ``gpu/ec_connector.py`` in
+``v1/worker``."""
 
 import logging
 from collections.abc import Callable, MutableMapping
@@ -35,14 +33,11 @@ _POLL_S = 1e-3
 
 
 class OutputCopies:
-    """Copies outputs between host memory and a device, which may be the host. The forward thread
-    calls ``to_device`` and ``mark``, the thread that saves calls the other methods.
-
-    Nothing here blocks the forward thread: outputs are copied from page-locked memory, on the
-    compute stream, so that the model reads them afterwards. The thread that saves copies on a
-    stream of its own, so that it and the model do not wait for each other. PyTorch records the
-    streams that use a piece of its page-locked memory, and reuses it only when they have passed.
-    """
+    """Copies outputs between host memory and a device, which may be the host. ``to_device`` and
+    ``mark`` are for the forward thread, which nothing here blocks: outputs are copied from
+    page-locked memory, on the compute stream, so that the model reads them afterwards. The thread
+    that saves copies on a stream of its own. PyTorch records which streams use a piece of its
+    page-locked memory, and reuses it only when they have passed."""
 
     def __init__(self, device: torch.device) -> None:
         """Raises ``ConfigError`` for an unsupported device."""
@@ -130,8 +125,7 @@ class SavedOutput(PayloadTransfer):
 
 
 class EncoderWorkerSide:
-    """The worker's half of the encoder cache. The forward thread calls all methods but ``ended``,
-    and waits only in ``close``."""
+    """The worker's half. For the forward thread, but for ``ended``. Waits only in ``close``."""
 
     def __init__(
         self,
@@ -145,8 +139,7 @@ class EncoderWorkerSide:
         clock: Callable[[], float] = monotonic,
     ) -> None:
         """``writer``: on the same clock; ``close`` closes it. None if this rank saves nothing.
-        ``item_bytes_max``: for one output. ``held_bytes_max``: for tensors kept alive until they
-        are saved."""
+        ``item_bytes_max``: for one output. ``held_bytes_max``: for all that wait to be saved."""
         self.copies, self.writer, self._config = copies, writer, config
         self._recorder, self._clock = recorder, clock
         self._item_bytes_max, self._held_bytes_max = item_bytes_max, held_bytes_max
@@ -164,8 +157,7 @@ class EncoderWorkerSide:
                 cache[identifier] = tensor
 
     def save(self, plan: EncoderPlan, cache: EncoderCache, identifier: str) -> None:
-        """Save an output that was just encoded, in the background, if the plan contains it. If too
-        many wait, it is dropped and counted."""
+        """Save an output that was just encoded, in the background, if the plan contains it."""
         save = plan.saves.get(identifier)
         if save is None or self.writer is None:
             return

@@ -262,8 +262,7 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         return False
 
     def has_pending_block_frees(self) -> bool:
-        """Whether blocks of ended requests will be free soon, so that vLLM waits a step for them
-        instead of preempting a request."""
+        """Whether blocks will be free soon, so that vLLM waits a step instead of preempting."""
         return self.scheduler is not None and self.scheduler.holds_blocks
 
     @guarded(None)
@@ -278,17 +277,13 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """See ``SchedulerSide.match``."""
-        return (
-            (0, False)
-            if self.scheduler is None
-            else self.scheduler.match(request, num_computed_tokens)
-        )
+        side = self.scheduler
+        return (0, False) if side is None else side.match(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
-        """Plan the load into the allocated blocks, if there is one. See
-        ``SchedulerSide.plan_load``."""
+        """See ``SchedulerSide.plan_load``."""
         if self.scheduler is not None:
             ids = blocks.get_block_ids() if num_external_tokens else ()
             self.scheduler.plan_load(request, ids, num_external_tokens)

@@ -1,11 +1,8 @@
-"""KV events: reports the chunks that this replica has found in the store, in vLLM's format.
-
-A chunk is reported as ``BlockStored`` when payloads with all of one of its groups are stored, or
-when a load of it succeeded, with the hashes that vLLM gives the same blocks on the device. It is
-reported as ``BlockRemoved`` when it is found missing, or when this replica no longer tracks it.
-Both have their own medium, so they do not affect the device's blocks. Source: vLLM 0.31-0.33,
-``distributed/kv_events.py`` and ``v1/core/block_pool.py``. Described in ``docs/routers.md``.
-"""
+"""KV events: reports the chunks that this replica has found in the store, in vLLM's format, with
+the hashes that vLLM gives the same blocks on the device. A chunk is ``BlockStored`` when payloads
+with all of one of its groups are stored, or a load of it succeeded, and ``BlockRemoved`` when it is
+found missing, or no longer tracked. Both have their own medium, so they do not affect the device's
+blocks. Source: vLLM 0.31-0.33, ``distributed/kv_events.py``. See ``docs/routers.md``."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -32,8 +29,7 @@ if TYPE_CHECKING:
 
 Locality = Literal["LOCAL", "REMOTE"]
 OWNERSHIP = "objkv"
-"""Name of the tier in all events. Their medium is that of vLLM's own storage tiers: this replica
-can load the blocks from shared stores."""
+"""Name of the tier in all events. Their medium is that of vLLM's own storage tiers."""
 
 
 def read_hash_tokens(
@@ -119,7 +115,13 @@ class EventLog:
         """``hash_tokens``: tokens per block hash of vLLM, a divisor of every group's block size.
         ``locality``: of the bulk store. ``ttl_s``: after this long without a save or load by this
         replica, a chunk is reported as removed."""
-        self._of_table = [_table_groups(geometry, group) for group in range(geometry.target_count)]
+        self._of_table: dict[int, list[int]] = {}
+        """The groups with payloads of each block table, by the table's first group."""
+        first = dict[int, int]()
+        for group, identity in enumerate(geometry.groups[: geometry.target_count]):
+            alike = self._of_table.setdefault(first.setdefault(geometry.table(group), group), [])
+            if stored_blocks(identity, geometry.chunk_tokens):
+                alike.append(group)
         self._geometry, self._hash_tokens, self._locality = geometry, hash_tokens, locality
         self._ttl_s, self._clock = ttl_s, clock
         self._pending: OrderedDict[Name, _Pending] = OrderedDict()
@@ -191,16 +193,12 @@ class EventLog:
         return events
 
     def _event(self, request: "Request", name: Name, number: int, end: int) -> BlockStored | None:
-        """Return the event that a chunk is stored, or None if it is reported, or not hashed by
-        vLLM. ``number``: of its group. ``end``: after its last token. But for medium, locality and
-        ownership it equals that for the blocks on the device. Source: vLLM 0.31-0.33,
-        ``cache_full_blocks`` in ``v1/core/block_pool.py``, ``resolve_block_hashes`` in
-        ``v1/core/kv_cache_utils.py``."""
+        """Return the event that a chunk is stored, None if it is reported or not hashed by vLLM.
+        ``number``: of its group. ``end``: after its last token. But for medium, locality and
+        ownership it equals the device's. Source: vLLM 0.31-0.33, ``cache_full_blocks``."""
         group = self._geometry.position(number)
         # Blocks are reported once, whatever caches they have, and a draft's do not count.
-        if group is None or not self._geometry.is_first_of_table(group):
-            return None
-        if self._is_reported(name, number):
+        if group not in self._of_table or self._is_reported(name, number):
             return None
         identity, unit = self._geometry.groups[group], self._hash_tokens
         size = identity.block_size
@@ -281,13 +279,6 @@ def open_event_log(
     hash_tokens = read_hash_tokens(vllm_config, kv_cache_config, geometry)
     place: Locality = "LOCAL" if config.bulk_url.startswith("file:") else "REMOTE"
     return EventLog(geometry, hash_tokens, place, ttl_s=config.ttl_s)
-
-
-def _table_groups(geometry: Geometry, group: int) -> list[int]:
-    """Return those of the target's groups with the same block table that have payloads."""
-    groups = range(geometry.target_count)
-    alike = (g for g in groups if geometry.table(g) == geometry.table(group))
-    return [g for g in alike if stored_blocks(geometry.groups[g], geometry.chunk_tokens)]
 
 
 def _shrink(book: OrderedDict[Any, Any]) -> None:

@@ -1,10 +1,8 @@
 """The loads on which vLLM relies, from the allocation of their blocks to their end on all workers.
-
 vLLM holds a request back until its load between steps is reported as ended, and lets the model read
 the blocks of a load within the step. A load must therefore never be lost between two calls: if it
 cannot be planned, it is reported as failed. Source: vLLM 0.31-0.33, ``schedule`` and
-``_update_from_kv_xfer_finished`` in ``v1/core/sched/scheduler.py``.
-"""
+``_update_from_kv_xfer_finished`` in ``v1/core/sched/scheduler.py``."""
 
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -15,7 +13,6 @@ from objkv.cache.admission import STEP_TOKENS_MIN, AdmissionPolicy, ChunkSize, L
 from objkv.connector.kv.metadata import FailedLoad, StepReport
 from objkv.connector.kv.planning import NULL_BLOCK, BlockTable, StoredPayloads
 from objkv.connector.kv.requests import MatchResult
-from objkv.connector.model.groups import Geometry
 from objkv.index.base import Savings, ShardRecord, ShardRecords
 from objkv.transfer.plan import LoadPlan
 
@@ -79,8 +76,7 @@ class PromisedLoads:
         self._planned[plan.request_id] = StartedLoad(plan, tokens, hot, bulk)
 
     def fail(self, request_id: str, blocks: BlockTable, match: MatchResult | None) -> None:
-        """Record that such a load cannot be planned. ``blocks``: all blocks of the request.
-        ``match``: the one that vLLM acts on."""
+        """Record that such a load cannot be planned. ``match``: the one that vLLM acts on."""
         self._planned.pop(request_id, None)
         computed, sync = (0, False) if match is None else (match.computed, match.sync)
         lost: frozenset[int] = frozenset()
@@ -110,9 +106,8 @@ class PromisedLoads:
         return tuple(load.plan for load in planned.values()), lost
 
     def ended(self, report: StepReport, received: Collection[str]) -> list[StartedLoad]:
-        """Record the workers' report and the loads between steps that ended on all of them. Returns
-        the loads that succeeded. Others may still be loading when one has failed. A refused or
-        missing payload means that the store answered."""
+        """Record the workers' report, and the loads between steps that ended on all of them.
+        Returns those that succeeded. A refused or missing payload means that the store answered."""
         if not report.rejected and any(loads.keys() & report.failed for loads in self._within):
             self.may_sync = False
         for loads in (self._started, *self._within):
@@ -133,28 +128,23 @@ class PromisedLoads:
 
 class Timing:
     """Measures loading and computing on this replica for ``AdmissionPolicy``. For the scheduler's
-    thread only. Never waits.
-
-    Steps are timed from plan to result. Several may be in progress, so each is measured from the
-    end of the previous one. Steps in which requests mostly generate, one token each, or whose
-    forward pass waited for loads, are ignored. The workers time loads. Source of the call order:
-    vLLM 0.31-0.33, ``update_from_output`` in ``v1/core/sched/scheduler.py``, which takes every
-    step's events, and ``step_with_batch_queue`` in ``v1/engine/core.py``, which takes results in
-    order.
-    """
+    thread only. Never waits. Steps are timed from plan to result, and several may be in progress,
+    so each from the end of the previous one. Steps in which requests mostly generate, one token
+    each, or whose forward pass waited for loads, are ignored. The workers time loads. Source of the
+    call order: vLLM 0.31-0.33, ``update_from_output``, which takes every step's events, and
+    ``step_with_batch_queue``, which takes results in order."""
 
     def __init__(
         self,
         admission: AdmissionPolicy,
-        geometry: Geometry,
+        payloads: StoredPayloads,
         *,
         steps_in_flight: int,
-        payloads: StoredPayloads,
         clock: Callable[[], float] = monotonic,
         wall: Callable[[], float] = time,
     ) -> None:
         """``wall`` returns seconds since the epoch, for the month of savings."""
-        self._admission, self._geometry, self._payloads = admission, geometry, payloads
+        self._admission, self._geometry, self._payloads = admission, payloads.geometry, payloads
         self._clock, self._wall = clock, wall
         # One more than possible: a step that vLLM never ended must not shift all later ones.
         self._steps: deque[tuple[int, float]] = deque(maxlen=steps_in_flight + 1)

@@ -51,8 +51,7 @@ class StepReport(KVConnectorWorkerMetadata):
     loaded: dict[str, LoadTime] = field(default_factory=dict)
     """Durations of successful loads, by request id."""
     stored: set[tuple[str, bytes, str]] = field(default_factory=set)
-    """(namespace, prefix hash, field in the index) of payloads that the agent saves. Reported only
-    if vLLM has KV events enabled."""
+    """(namespace, prefix hash, field) of payloads that the agent saves, if events are enabled."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepReport":
         """Failures add up, and a load took as long as on the slowest worker."""

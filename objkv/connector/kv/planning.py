@@ -6,7 +6,6 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,11 +29,11 @@ _CHOICES_KEPT = 4096
 
 
 class StoredPayloads:
-    """Chooses payloads. Thread-safe: two threads may compute the same choice."""
+    """Chooses payloads, and what a load moves. Thread-safe: two threads may compute one choice."""
 
     def __init__(self, geometry: Geometry) -> None:
         groups = range(len(geometry.groups))
-        self._geometry, self._target_count = geometry, geometry.target_count
+        self.geometry, self._target_count = geometry, geometry.target_count
         self._numbers = [geometry.number(group) for group in groups]
         self._has_payloads = [bool(geometry.fields(group)) for group in groups]
         # A replica that divides the tokens in a way of its own reads only that.
@@ -70,70 +69,112 @@ class StoredPayloads:
         records = [shards[name] for group in groups for _, name in self._payloads(shards, group)]
         return sum(record.nbytes for record in records), all(record.hot for record in records)
 
+    def matched_end(self, records: Sequence[ShardRecords | None]) -> int:
+        """Return how many leading tokens can be loaded, with or without the draft's KV. A draft
+        that needs the next token has none for a match's last block, so the match ends before it, as
+        in vLLM's prefix cache, or a chunk earlier if a window's payloads do not reach so far."""
+
+        def is_readable(shards: ShardRecords, group: int, _identity: GroupIdentity) -> bool:
+            return self.is_readable(shards, group)
+
+        geometry = self.geometry
+        size, lag = geometry.chunk_tokens, geometry.draft_lag_tokens
+        groups = geometry.groups[: geometry.target_count]
+        end = usable_chunks(records, groups, size, is_readable, lag) * size - lag
+        if lag and geometry.windowed:
+            whole = usable_chunks(records, groups, size, is_readable)
+            before = usable_chunks(records[: max(0, whole - 1)], groups, size, is_readable)
+            end = max(end, before * size)
+        return max(0, end)
+
+    def stored_draft_end(
+        self, records: Sequence[ShardRecords | None], span: tuple[int, int]
+    ) -> int:
+        """Return the end of those of these tokens whose draft KV is stored without a gap."""
+        geometry = self.geometry
+        drafts = range(geometry.target_count, len(geometry.groups))
+        if not drafts:
+            return span[1]
+        size, lag = geometry.chunk_tokens, geometry.draft_lag_tokens
+        first = (span[0] + lag) // size
+        end = first * size
+        for shards in records[first : -(-(span[1] + lag) // size)]:
+            if shards is None or not all(self.is_readable(shards, g) for g in drafts):
+                break
+            end += size
+        return min(span[1], max(span[0], end - lag))
+
+    def draft_blocks_to_zero(
+        self, blocks: BlockTable, span: tuple[int, int]
+    ) -> tuple[BlocksToZero, ...]:
+        """Return the draft's blocks of these tokens, which must be zeroed."""
+        geometry, found = self.geometry, []
+        for group in range(geometry.target_count, len(geometry.groups)):
+            size = geometry.groups[group].block_size
+            ids = blocks[geometry.table(group)][span[0] // size : span[1] // size]
+            if held := tuple(block for block in ids if block):
+                found.append(BlocksToZero(geometry.number(group), held))
+        return tuple(found)
+
+    def load_moves(
+        self,
+        chain: PrefixChain,
+        records: Sequence[ShardRecords | None],
+        blocks: BlockTable,
+        span: tuple[int, int],
+        draft_end: int,
+    ) -> tuple[LoadMoves, list[ShardRecord]]:
+        """Return the moves that fill exactly the blocks of tokens ``[start, end)``, in chunk order,
+        and their payloads' index records. ``draft_end``: the end of the tokens whose draft is
+        stored. Blocks before ``start`` may be shared with other requests. vLLM allocated the blocks
+        that tokens after ``end`` need, and null blocks for the others."""
+        (start, end), geometry = span, self.geometry
+        size = geometry.chunk_tokens
+        # A draft's blocks before the end may be in the payload of one more chunk.
+        chunks_end = -(-(end + geometry.draft_lag_tokens) // size)
+        first, last = start // size, min(chunks_end, len(records))
+        chunks = np.arange(first, last)
+        tables, ids, ids_before = [], [], 0
+        sources, found = dict[Source, int](), list[ShardRecord]()
+        for group, identity in enumerate(geometry.groups):
+            until = draft_end if geometry.is_draft(group) else end
+            form = identity, size, geometry.draft_lag_blocks(group)
+            part, table_blocks = (start, max(start, until)), blocks[geometry.table(group)]
+            of_chunk, first_blocks, starts, own = _runs(form, table_blocks, chunks, part)
+            table = np.zeros((len(MoveColumn), len(starts)), np.int32)
+            table[MoveColumn.CHUNK] = first + of_chunk
+            table[MoveColumn.HASH] = of_chunk + 1  # the first one's parent precedes it
+            table[MoveColumn.FIRST_BLOCK] = first_blocks
+            table[MoveColumn.IDS] = ids_before + starts
+            table[MoveColumn.IDS_END] = ids_before + np.append(starts, len(own))[1:]
+            # Nearly always one payload has all of the group.
+            payloads = [self.of(records[first + chunk], group) for chunk in of_chunk.tolist()]
+            table = np.repeat(table, [len(some) for some in payloads], axis=1)
+            flat = [one for some in payloads for one in some]
+            table[MoveColumn.SOURCE] = [sources.setdefault(one, len(sources)) for one, _ in flat]
+            found += [record for _, record in flat]
+            tables.append(table)
+            ids.append(own)
+            ids_before += len(own)
+        table = np.concatenate(tables, axis=1)
+        if len(tables) > 1:
+            order = np.argsort(table[MoveColumn.CHUNK], kind="stable")
+            table, found = table.take(order, axis=1), [found[n] for n in order.tolist()]
+        table[MoveColumn.TOKEN_START] = table[MoveColumn.CHUNK] * size
+        table[MoveColumn.TOKEN_END] = table[MoveColumn.TOKEN_START] + size
+        hashes = b"".join((chain.parent(first), *chain.hashes(first, last)))
+        return LoadMoves(table, hashes, np.concatenate(ids), sources=tuple(sources)), found
+
     def _payloads(self, shards: ShardRecords, group: int) -> tuple[tuple[Source, str], ...]:
         """Return the payloads that together have a whole group, and their fields, or none."""
         whole = self._whole[group]
         return whole if whole and whole[0][1] in shards else self._chosen(group, frozenset(shards))
 
     def _choose(self, group: int, fields: frozenset[str]) -> tuple[tuple[Source, str], ...]:
-        number, geometry = self._numbers[group], self._geometry
+        number, geometry = self._numbers[group], self.geometry
         reads = partial(geometry.reads, group)
         shards = payloads_of(fields, number, geometry.groups[group], reads)
         return tuple((Source(number, shard), field_of(number, shard)) for shard in shards)
-
-
-def matched_end(
-    geometry: Geometry, payloads: StoredPayloads, records: Sequence[ShardRecords | None]
-) -> int:
-    """Return how many leading tokens the replica can load, with or without the draft's KV. A draft
-    that needs the next token has none for the last block of a match, so the match ends before it,
-    as in vLLM's prefix cache; or one chunk earlier, if a window's payloads do not reach so far
-    back."""
-
-    def is_readable(shards: ShardRecords, group: int, _identity: GroupIdentity) -> bool:
-        return payloads.is_readable(shards, group)
-
-    size, lag = geometry.chunk_tokens, geometry.draft_lag_tokens
-    groups = geometry.groups[: geometry.target_count]
-    end = usable_chunks(records, groups, size, is_readable, lag) * size - lag
-    if lag and geometry.windowed:
-        whole = usable_chunks(records, groups, size, is_readable)
-        before = usable_chunks(records[: max(0, whole - 1)], groups, size, is_readable)
-        end = max(end, before * size)
-    return max(0, end)
-
-
-def stored_draft_end(
-    geometry: Geometry,
-    payloads: StoredPayloads,
-    records: Sequence[ShardRecords | None],
-    span: tuple[int, int],
-) -> int:
-    """Return the end of those tokens of ``[start, end)`` whose draft KV is stored without a gap."""
-    drafts = range(geometry.target_count, len(geometry.groups))
-    if not drafts:
-        return span[1]
-    size, lag = geometry.chunk_tokens, geometry.draft_lag_tokens
-    first = (span[0] + lag) // size
-    end = first * size
-    for shards in records[first : -(-(span[1] + lag) // size)]:
-        if shards is None or not all(payloads.is_readable(shards, g) for g in drafts):
-            break
-        end += size
-    return min(span[1], max(span[0], end - lag))
-
-
-def draft_blocks_to_zero(
-    geometry: Geometry, blocks: BlockTable, span: tuple[int, int]
-) -> tuple[BlocksToZero, ...]:
-    """Return the draft's blocks of tokens ``[start, end)``, which must be zeroed."""
-    found = []
-    for group in range(geometry.target_count, len(geometry.groups)):
-        size = geometry.groups[group].block_size
-        ids = blocks[geometry.table(group)][span[0] // size : span[1] // size]
-        if held := tuple(block for block in ids if block):
-            found.append(BlocksToZero(geometry.number(group), held))
-    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,73 +187,13 @@ class Computed:
     """Block that contains the state after a number of tokens, by group and number."""
 
 
-def load_moves(
-    geometry: Geometry,
-    stored: StoredPayloads,
-    chain: PrefixChain,
-    records: Sequence[ShardRecords | None],
-    blocks: BlockTable,
-    span: tuple[int, int],
-    draft_end: int,
-) -> tuple[LoadMoves, list[ShardRecord]]:
-    """Return the moves that fill exactly the blocks of tokens ``[start, end)``, in chunk order, and
-    the index record of each of their payloads. ``draft_end``: the end of the tokens whose draft is
-    stored. Blocks before ``start`` may be shared with other requests. vLLM allocated the blocks
-    that tokens after ``end`` need, and null blocks for the others."""
-    start, end = span
-    size = geometry.chunk_tokens
-    # A draft's blocks before the end may be in the payload of one more chunk.
-    first, last = start // size, min(-(-(end + geometry.draft_lag_tokens) // size), len(records))
-    chunks = np.arange(first, last)
-    tables, ids, ids_before = [], [], 0
-    sources, found = dict[Source, int](), list[ShardRecord]()
-    for group, identity in enumerate(geometry.groups):
-        until = draft_end if geometry.is_draft(group) else end
-        form = identity, size, geometry.draft_lag_blocks(group)
-        runs = _runs(form, blocks[geometry.table(group)], chunks, (start, max(start, until)))
-        table = np.zeros((len(MoveColumn), len(runs.starts)), np.int32)
-        table[MoveColumn.CHUNK] = first + runs.chunks
-        table[MoveColumn.HASH] = runs.chunks + 1  # the parent of the first chunk precedes its hash
-        table[MoveColumn.FIRST_BLOCK] = runs.first_blocks
-        table[MoveColumn.IDS] = ids_before + runs.starts
-        table[MoveColumn.IDS_END] = ids_before + np.append(runs.starts, len(runs.ids))[1:]
-        # Nearly always one payload has all of the group.
-        payloads = [stored.of(records[first + chunk], group) for chunk in runs.chunks.tolist()]
-        table = np.repeat(table, [len(some) for some in payloads], axis=1)
-        flat = [one for some in payloads for one in some]
-        table[MoveColumn.SOURCE] = [sources.setdefault(source, len(sources)) for source, _ in flat]
-        found += [record for _, record in flat]
-        tables.append(table)
-        ids.append(runs.ids)
-        ids_before += len(runs.ids)
-    table = np.concatenate(tables, axis=1)
-    if len(tables) > 1:
-        order = np.argsort(table[MoveColumn.CHUNK], kind="stable")
-        table, found = table.take(order, axis=1), [found[n] for n in order.tolist()]
-    table[MoveColumn.TOKEN_START] = table[MoveColumn.CHUNK] * size
-    table[MoveColumn.TOKEN_END] = table[MoveColumn.TOKEN_START] + size
-    hashes = b"".join((chain.parent(first), *chain.hashes(first, last)))
-    return LoadMoves(table, hashes, np.concatenate(ids), sources=tuple(sources)), found
-
-
-class _Runs(NamedTuple):
-    """The blocks of one group that a load fills, in runs without a null block."""
-
-    chunks: Ints
-    """The chunk of each run, counted from the first loaded one."""
-    first_blocks: Ints
-    """Index of each run's first block among the blocks of its chunk's payload."""
-    starts: Ints
-    """Position of each run's first block in ``ids``."""
-    ids: Ints
-    """Physical block ids of all runs."""
-
-
 def _runs(
     form: tuple[GroupIdentity, int, int], blocks: Sequence[int], chunks: Ints, span: tuple[int, int]
-) -> _Runs:
-    """``form``: the group, tokens per chunk, and how many blocks before its chunk's end a payload
-    ends. ``chunks``: the loaded chunks. ``span``: the loaded tokens."""
+) -> tuple[Ints, Ints, Ints, Ints]:
+    """Return the blocks of one group that a load fills, in runs without a null block: the chunk of
+    each run, counted from the first loaded one, the index of its first block among those of its
+    payload, and that block's position among the physical ids of all runs, which are the last.
+    ``form``: group, tokens per chunk, blocks between a payload's and its chunk's end."""
     identity, size, lag = form
     block_size = identity.block_size
     tokens = (chunks + 1) * size - lag * block_size
@@ -232,7 +213,7 @@ def _runs(
     begins[1:] = (np.diff(of_chunk) != 0) | (np.diff(place) != 1)
     starts = np.flatnonzero(begins)
     of_chunk = of_chunk[starts]
-    return _Runs(of_chunk, place[starts] - held_from[of_chunk], starts, ids)
+    return of_chunk, place[starts] - held_from[of_chunk], starts, ids
 
 
 def save_moves(
@@ -245,9 +226,8 @@ def save_moves(
     is_stored: Callable[[int, int], bool] = lambda chunk, group: False,
     again: frozenset[int] = frozenset(),
 ) -> list[SaveMove]:
-    """Return moves that save whole chunks, except groups that their blocks do not contain, or for
-    which ``is_stored(chunk, group)``. ``again``: see ``SaveMove.again``. ``chain`` must have
-    ``digests`` and reach the last of ``chunks``."""
+    """Return moves that save whole chunks, but not groups that their blocks lack, or for which
+    ``is_stored(chunk, group)``. ``chain`` has ``digests`` and reaches the last of ``chunks``."""
     size = geometry.chunk_tokens
     moves = []
     for chunk in chunks:
@@ -277,13 +257,9 @@ def states_after(
 ) -> dict[tuple[int, int], int]:
     """Return the blocks that contain a state at a block's end after the step, as in ``Computed``.
     ``end``: tokens computed after it, None if some may be rejected. ``offered``: (group, block,
-    tokens) of states that vLLM reports.
-
-    The block table alone is not enough: its blocks are reused, moved and emptied while a request
-    runs. Only the state after a step's last token is certainly in that token's block. Source: vLLM
-    0.31-0.33, ``MambaManager`` in ``v1/core/single_type_kv_cache_manager.py``, ``preprocess_mamba``
-    in ``v1/worker/mamba_utils.py``.
-    """
+    tokens) of states that vLLM reports. The block table alone is not enough: its blocks are reused,
+    moved and emptied while a request runs. Only the state after a step's last token is certainly in
+    that token's block. Source: vLLM 0.31-0.33, ``MambaManager``, ``preprocess_mamba``."""
     states = {}
     for group, identity in enumerate(geometry.groups):
         if identity.kind != "mamba" or end is None or end % identity.block_size:

@@ -19,7 +19,6 @@ from objkv.background import Steps, in_steps
 from objkv.cache.lookup import LookupService, Records
 from objkv.connector.kv.metadata import StepReport
 from objkv.connector.kv.planning import StoredPayloads
-from objkv.connector.model.groups import Geometry
 from objkv.connector.model.weights import Adapters, UnknownAdapterError
 from objkv.keys.prefix import MultimodalItem, PrefixChain, PromptExtras
 from objkv.telemetry import Recorder
@@ -189,8 +188,7 @@ class RequestHashes:
         return self._chain
 
     def _embed_digests(self, embeds: torch.Tensor) -> dict[int, bytes]:
-        """Return a SHA-256 per chunk of a prompt given as embeddings: of its rows, and of the mask
-        of rows that are token ids. May take long."""
+        """Return a SHA-256 per chunk of embeddings: of rows, and of which are token ids."""
         digests = {}
         for chunk, start in enumerate(range(0, embeds.shape[0], self._chunk_tokens)):
             span = slice(start, start + self._chunk_tokens)
@@ -247,8 +245,7 @@ class TrackedRequest:
 
     @property
     def traceparent(self) -> str | None:
-        """The request's trace context. vLLM passes it on only if it sends traces itself. Source:
-        vLLM 0.31-0.33, ``v1/engine/async_llm.py``."""
+        """The request's trace context. vLLM passes it on only if it sends traces itself."""
         headers = self.request.trace_headers
         return headers.get("traceparent") if headers else None
 
@@ -270,7 +267,6 @@ class RequestTracker:
 
     def __init__(
         self,
-        geometry: Geometry,
         lookups: LookupService,
         recorder: Recorder,
         payloads: StoredPayloads,
@@ -278,7 +274,7 @@ class RequestTracker:
         prefetch: Prefetch,
     ) -> None:
         """``prefetch``: of the node's agent."""
-        self._geometry, self._lookups, self._recorder = geometry, lookups, recorder
+        self._lookups, self._recorder = lookups, recorder
         self.payloads, self._prefetch = payloads, prefetch
         self.adapters, self._limits = Adapters(lookups.submit), LimitReader(recorder)
         self._tracked: dict[str, TrackedRequest] = {}
@@ -420,6 +416,6 @@ class RequestTracker:
                 return None
             if lora is None:
                 return None
-        size = self._geometry.chunk_tokens
+        size = self.payloads.geometry.chunk_tokens
         tracked.hashes = RequestHashes(request, tracked.namespace, lora, size)
         return tracked.hashes

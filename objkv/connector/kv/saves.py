@@ -24,15 +24,12 @@ logger = logging.getLogger(__name__)
 
 
 class BlockTrust:
-    """Decides whose blocks may be saved. For the scheduler's thread only.
-
-    A load within the step may still fail, which is known only after its step and the steps
-    scheduled in the meantime. Until then, blocks allocated in these steps may contain anything. A
-    worker sees the outcome of its own loads but not of other ranks', and under vLLM's
-    ``MultiConnector`` another connector may load. Source: vLLM 0.31-0.33,
-    ``v1/core/sched/scheduler.py``, where blocks loaded within a step are in the prefix cache before
-    they are filled.
-    """
+    """Decides whose blocks may be saved. For the scheduler's thread only. A load within the step
+    may still fail, which is known only after its step and the steps scheduled in the meantime.
+    Until then, blocks allocated in these steps may contain anything. A worker does not see the
+    outcome of other ranks' loads, and under ``MultiConnector`` another connector may load. Source:
+    vLLM 0.31-0.33, ``v1/core/sched/scheduler.py``, where blocks loaded within a step are in the
+    prefix cache before they are filled."""
 
     def __init__(self, steps_in_flight: int, *, ranks: int = 1) -> None:
         self._steps_in_flight, self._ranks = steps_in_flight, ranks
@@ -47,9 +44,8 @@ class BlockTrust:
         self._admitted.append(tracked)
 
     def next_step(self, output: "SchedulerOutput | None") -> None:
-        """Record that a step was scheduled with the requests added since the previous one. None: it
-        was not planned in full, so no blocks are trusted that were allocated in it, or in steps
-        that are scheduled before its result is known."""
+        """Record that a step was scheduled with the requests added since the previous one. None:
+        not in full, so blocks allocated in it, or before its result is known, are not trusted."""
         admitted, self._admitted = self._admitted, []
         self._step += 1
         if output is None:
@@ -75,16 +71,13 @@ speculation a request that generates gets one."""
 
 
 class DueSaves:
-    """Finds the requests that may complete a chunk in a step, without examining the others. For the
-    scheduler's thread only.
-
-    Hundreds of requests generate at once, and each completes a chunk once in hundreds of steps. A
-    request's computed tokens grow in each step by no more than the most that any request got. A
-    request that lacks n tokens is therefore due when the sum of these has grown by n: usually
-    exactly then, and after rejected tokens or a preemption too early, so that it is examined once
-    more. vLLM sets the computed tokens forward in one other case: when it admits a request, see
-    ``add``. Source: vLLM 0.31-0.33, ``num_computed_tokens`` in ``v1/core/sched/scheduler.py``.
-    """
+    """Finds the requests that may complete a chunk in a step, without examining the others:
+    hundreds generate at once, and each completes a chunk once in hundreds of steps. For the
+    scheduler's thread only. A request's computed tokens grow in each step by no more than the most
+    that any request got. One that lacks n tokens is therefore due when the sum of these has grown
+    by n: usually exactly then, and after rejected tokens or a preemption too early, so that it is
+    examined once more. vLLM sets the computed tokens forward otherwise only when it admits a
+    request, see ``add``. Source: vLLM 0.31-0.33, ``num_computed_tokens``."""
 
     def __init__(self, requests: RequestTracker) -> None:
         self._requests = requests
@@ -266,8 +259,7 @@ class SavePlanner:
     def _is_stored(
         self, tracked: TrackedRequest, again: frozenset[int], chunk: int, group: int
     ) -> bool:
-        """Whether a group of a chunk is stored. Payloads of chunks in ``again`` were missing or
-        corrupt, whatever their records."""
+        """Whether a group of a chunk is stored. Those ``again`` are not, whatever their records."""
         if self._geometry.is_draft(group) and not self.drafts.is_complete(tracked, chunk):
             return True  # it may not be stored
         if chunk in again or chunk >= len(tracked.records):

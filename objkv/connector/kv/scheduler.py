@@ -4,7 +4,6 @@ scheduling pass. Source of the call order: vLLM 0.31-0.33, ``v1/core/sched/sched
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -16,14 +15,7 @@ from objkv.config import Config
 from objkv.connector.kv.events import EventLog
 from objkv.connector.kv.loads import PromisedLoads, Timing
 from objkv.connector.kv.metadata import StepPlan, StepReport
-from objkv.connector.kv.planning import (
-    BlockTable,
-    StoredPayloads,
-    draft_blocks_to_zero,
-    load_moves,
-    matched_end,
-    stored_draft_end,
-)
+from objkv.connector.kv.planning import BlockTable, StoredPayloads
 from objkv.connector.kv.requests import MatchResult, Prefetch, RequestTracker, TrackedRequest
 from objkv.connector.kv.saves import BlockTrust, SavePlanner
 from objkv.connector.model.groups import Geometry
@@ -48,31 +40,6 @@ _MATCH_WAIT_S = 1e-3
 """How long a scheduling pass waits for lookups of new requests, all together, so that a burst takes
 no longer: their lookups run in parallel. A request whose lookup is late waits a whole step. The
 wait costs nothing while the device computes the step before, which takes many times longer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Roles:
-    """The roles of this replica, and properties of its engine."""
-
-    loads: bool
-    saves: bool
-    steps_in_flight: int
-    """How many steps may be scheduled before the first one ends."""
-    has_peers: bool = False
-    """See ``EmptySteps``."""
-    media_named: bool = True
-    """Whether an image's identifier depends on its content, so that it is the same everywhere."""
-
-
-def count_query(recorder: Recorder, tracked: TrackedRequest) -> None:
-    """Count vLLM's query for a match when it allocates blocks to the request, because it may repeat
-    the query. The second allocation, after a load between steps, has no query. Source: vLLM
-    0.31-0.33, ``v1/core/sched/scheduler.py``."""
-    if tracked.queried:
-        tracked.queried = False
-        recorder.count("queries")
-        recorder.count("query_tokens", tracked.request.num_tokens)
-        recorder.count("local_hit_tokens", tracked.local_tokens)
 
 
 def count_load(
@@ -102,50 +69,50 @@ class SchedulerSide:
     def __init__(
         self,
         config: Config,
-        roles: Roles,
         geometry: Geometry,
         identity: Identity,
         *,
+        loads: bool,
+        saves: bool,
+        steps_in_flight: int,
         bulk: WriteStore,
         index: WriteIndex,
         recorder: Recorder,
         prefetch: Prefetch,
         tracing: Tracing = NO_TRACING,
+        has_peers: bool = False,
+        media_named: bool = True,
         events: EventLog | None = None,
         may_reuse: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Stores the identity document. ``switch`` is read once it is started. ``events``: the log,
-        if vLLM has KV events enabled. ``may_reuse``: whether the next step may give blocks of
-        running requests to others."""
-        self._config, self._roles, self._geometry = config, roles, geometry
+        """Stores the identity document. ``switch`` is read once it is started. ``loads``,
+        ``saves``: whether this replica does. ``steps_in_flight``, ``has_peers``: see
+        ``EmptySteps``. ``media_named``: whether an image's identifier depends on its content, so
+        that it is the same everywhere. ``events``: the log, if vLLM has KV events enabled.
+        ``may_reuse``: see ``StepPlan``."""
+        self._config, self._geometry = config, geometry
+        self._loads_any, self._saves_any, self._media_named = loads, saves, media_named
         self._index, self._recorder, self._tracing = index, recorder, tracing
         payloads = StoredPayloads(geometry)
         limits = LookupLimits(config.lookup_deadline_ms / 1000, age_max_s=LOOKUP_TTL_S)
         found, fields = OtherShapesIndex(index, payloads.is_loadable), sorted(geometry.all_fields())
         self.lookups = LookupService(found, fields, recorder, limits, tracing=tracing)
         submit = self.lookups.submit
-        self._namespace = ReplicaNamespace(identity, bulk, submit, writes=roles.saves)
+        self._namespace = ReplicaNamespace(identity, bulk, submit, writes=saves)
         self._namespace.announce()
         self.switch = AdmissionSwitch(config.admission, bulk, self._namespace, recorder, submit)
         self.requests = requests = RequestTracker(
-            geometry, self.lookups, recorder, payloads, prefetch=prefetch
+            self.lookups, recorder, payloads, prefetch=prefetch
         )
-        self._timing = Timing(
-            AdmissionPolicy(lambda: self.switch.mode, recorder),
-            geometry,
-            steps_in_flight=roles.steps_in_flight,
-            payloads=payloads,
-        )
-        self._trust = BlockTrust(roles.steps_in_flight, ranks=geometry.ranks)
-        self._saves = SavePlanner(config, geometry, requests, self._trust, loads=roles.loads)
-        self._loads = PromisedLoads(
-            geometry.block_tokens,
-            config.step_load_deadline_ms / 1000,
-            steps_in_flight=roles.steps_in_flight,
-        )
+        admission = AdmissionPolicy(lambda: self.switch.mode, recorder)
+        self._timing = Timing(admission, payloads, steps_in_flight=steps_in_flight)
+        self._trust = BlockTrust(steps_in_flight, ranks=geometry.ranks)
+        self._saves = SavePlanner(config, geometry, requests, self._trust, loads=loads)
+        bound_s = config.step_load_deadline_ms / 1000
+        self._loads = PromisedLoads(geometry.block_tokens, bound_s, steps_in_flight=steps_in_flight)
         self._held, self._sync_loads, self._is_delayed, self._waiting = set[str](), False, False, -1
-        steps = EmptySteps(roles.steps_in_flight, has_peers=roles.has_peers)
-        self._wait_left_s, self._steps = _MATCH_WAIT_S, steps
+        self._steps = EmptySteps(steps_in_flight, has_peers=has_peers)
+        self._wait_left_s = _MATCH_WAIT_S
         self.adapters, self._events, self._may_reuse = requests.adapters, events, may_reuse
         self.tables_ended: list[Sequence[int]] = []
         """Blocks of requests that ended in a step with loads within it; only with one group."""
@@ -157,7 +124,7 @@ class SchedulerSide:
 
     def track(self, request: "Request") -> None:
         """Track a new request and start the lookup of its prompt."""
-        trusted = self._namespace.open and (self._roles.media_named or not request.mm_features)
+        trusted = self._namespace.open and (self._media_named or not request.mm_features)
         self.requests.add(request, self._namespace.name, trusted=trusted)
         self._namespace.announce()
 
@@ -199,7 +166,7 @@ class SchedulerSide:
         tracked.accounted = tracked.local_tokens = computed
         tracked.draft_complete = True
         if not self._may_load(tracked) or computed % self._geometry.block_tokens:
-            return None if self._roles.saves and self.requests.hashing(tracked) else 0, False
+            return None if self._saves_any and self.requests.hashing(tracked) else 0, False
         records = self.requests.records(tracked)
         if records is None:
             return None, False
@@ -211,7 +178,7 @@ class SchedulerSide:
     def _may_load(self, tracked: TrackedRequest) -> bool:
         """Whether a request may read a cache: one for prompt_logprobs must compute its prompt."""
         skips = tracked.request.skip_reading_prefix_cache
-        return self._roles.loads and tracked.may_load and not skips
+        return self._loads_any and tracked.may_load and not skips
 
     def plan_load(self, request: "Request", blocks: BlockTable, tokens: int) -> None:
         """Plan the load of ``tokens`` external tokens, possibly 0, into the allocated ``blocks``.
@@ -229,8 +196,12 @@ class SchedulerSide:
 
     def _plan_load(self, request: "Request", blocks: BlockTable, tokens: int) -> None:
         if tracked := self.requests.get(request.request_id):
-            if self._may_load(tracked):
-                count_query(self._recorder, tracked)
+            # vLLM may repeat a query. Its second allocation, after a load between steps, has none.
+            if self._may_load(tracked) and tracked.queried:
+                tracked.queried = False
+                self._recorder.count("queries")
+                self._recorder.count("query_tokens", request.num_tokens)
+                self._recorder.count("local_hit_tokens", tracked.local_tokens)
             self._trust.add(tracked)
             self._saves.add(tracked)
         if tokens == 0:
@@ -242,18 +213,16 @@ class SchedulerSide:
         span = (usable.computed, usable.computed + tokens)
         tracked.accounted = span[1]
         payloads = self.requests.payloads
-        draft_end = stored_draft_end(self._geometry, payloads, usable.records, span)
+        draft_end = payloads.stored_draft_end(usable.records, span)
         chain, records = tracked.hashes.chain, usable.records
-        moves, shards = load_moves(
-            self._geometry, payloads, chain, records, blocks, span, draft_end
-        )
+        moves, shards = payloads.load_moves(chain, records, blocks, span, draft_end)
         plan = LoadPlan(
             request.request_id,
             tracked.namespace,
             moves,
             usable.sync,
             tracked.traceparent,
-            blocks_to_zero=draft_blocks_to_zero(self._geometry, blocks, (draft_end, span[1])),
+            blocks_to_zero=payloads.draft_blocks_to_zero(blocks, (draft_end, span[1])),
         )
         if plan.blocks_to_zero:
             self._saves.drafts.lost(tracked, draft_end)
@@ -285,7 +254,7 @@ class SchedulerSide:
         is_delayed, self._is_delayed = self._is_delayed, False
         waits = any(load.sync for load in plan.loads)
         self._timing.step_planned(output.num_scheduled_tokens.values(), waits=waits)
-        if self._roles.saves:
+        if self._saves_any:
             plan.saves = self._saves.plan(output)
         plan.may_reuse = self._may_reuse()
         computes = bool(output.total_num_scheduled_tokens)
@@ -303,8 +272,7 @@ class SchedulerSide:
         return () if self._events is None else self._events.take_events()
 
     def update(self, output: "KVConnectorOutput") -> "list[Request]":
-        """Process the workers' reports. Returns the requests whose load failed whole. Never
-        raises."""
+        """Process the workers' reports. Returns requests whose load failed whole. Never raises."""
         if output.finished_sending:
             self._held -= output.finished_sending
         report, received = output.kv_connector_worker_meta, output.finished_recving
@@ -355,8 +323,7 @@ class SchedulerSide:
         return bool(self._held)
 
     def reset(self, *, clean: bool) -> bool:
-        """Stop using everything stored so far, because weights may have changed. Requests in
-        progress no longer load or save. See ``ReplicaNamespace.renew``."""
+        """Stop using everything stored so far, also in requests in progress: weights may differ."""
         self.requests.distrust()
         if self._events is not None:
             self._events.reset()
@@ -398,20 +365,18 @@ class SchedulerSide:
         size = self._geometry.chunk_tokens
         if self._geometry.windowed:
             records = records[: (num_tokens - 1) // size]
-        tokens = self._matched(records)
+        matched_end = self.requests.payloads.matched_end
+        tokens = matched_end(records)
         behind = max(0, self._count_waiting() - 1)  # the request itself has nothing computed either
         admitted = self._timing.admit(records, computed, min(tokens, num_tokens), waiting=behind)
         if admitted < min(tokens, num_tokens):
-            tokens = self._matched(records[: admitted // size])
+            tokens = matched_end(records[: admitted // size])
         if self._geometry.windowed:
             return tokens, False
         if not self._loads_within_step(num_tokens, tokens, computed):
             return min(tokens, num_tokens), False
         step = self._geometry.block_tokens
         return min(tokens, (num_tokens - 1) // step * step), True
-
-    def _matched(self, records: Sequence[ShardRecords | None]) -> int:
-        return matched_end(self._geometry, self.requests.payloads, records)
 
     def _loads_within_step(self, num_tokens: int, matched: int, computed: int) -> bool:
         """Whether to load within the step; in mode ``auto`` only if as much is computed."""

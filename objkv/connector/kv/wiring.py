@@ -19,7 +19,7 @@ from objkv.config import Config
 from objkv.config.node import host_bytes
 from objkv.connector.kv.events import open_event_log
 from objkv.connector.kv.saves import BlockHeadroom
-from objkv.connector.kv.scheduler import Roles, SchedulerSide
+from objkv.connector.kv.scheduler import SchedulerSide
 from objkv.connector.kv.worker import Rank, WorkerSide
 from objkv.connector.model.groups import Geometry
 from objkv.connector.model.identity import (
@@ -82,19 +82,16 @@ def open_scheduler_side(
     transfer.kv_load_failure_policy = "recompute"
     identity = read_identity(vllm_config, geometry, config)
     saves = may_save(config, producer=transfer.is_kv_producer, consumer=transfer.is_kv_consumer)
-    roles = Roles(
+    config = safe_load_mode(vllm_config, geometry, config)
+    side = SchedulerSide(
+        config,
+        geometry,
+        identity,
         loads=transfer.is_kv_consumer,
         saves=saves,
         steps_in_flight=max(1, vllm_config.max_concurrent_batches),
         has_peers=vllm_config.parallel_config.data_parallel_size > 1,
         media_named=names_media(vllm_config),
-    )
-    config = safe_load_mode(vllm_config, geometry, config)
-    side = SchedulerSide(
-        config,
-        roles,
-        geometry,
-        identity,
         # These have the verbs that replicas use; the rest is for operators.
         bulk=cast("WriteStore", link.calls),
         index=cast("WriteIndex", link.calls),
@@ -128,8 +125,7 @@ def open_worker_side(
     accepted: deque[ChunkKey] | None = None,
 ) -> WorkerSide:
     """Open the worker's side. Raises ``ConfigError`` for a cache layout that objkv cannot read.
-    ``kv_caches``: vLLM's paged cache by layer, never freed or resized here. ``accepted``: receives
-    the payloads that the agent saves, until they are reported."""
+    ``kv_caches``: vLLM's, by layer, never freed here. ``accepted``: see ``WorkerSide``."""
     for device in {cache.device for cache in kv_caches.values()}:
         use_batched_copies(device)
     parallel = vllm_config.parallel_config
@@ -253,8 +249,7 @@ def plan_pools(
     config: Config, groups: Mapping[int, PagedGroup], chunk_tokens: int, rank: Rank
 ) -> Pools:
     """Divide the pinned memory: a few slabs for loads by a device, the rest for saves, which should
-    have slabs for two full steps: one that is being copied, and one that is being handed over.
-    Raises ``ConfigError`` if there is not enough for one of each."""
+    have slabs for two full steps. Raises ``ConfigError`` if there is not one of each."""
     # Includes room for token ids, which payloads of other replicas may contain.
     each = groups.values()
     slab_bytes = max((payload_bytes_max(g.layers, tokens=chunk_tokens) for g in each), default=0)

@@ -1,6 +1,5 @@
-"""The worker's side: executes plans on this rank's paged cache, and reports failures, each of which
-is a miss or a drop. Source of the call order: vLLM 0.31-0.33,
-``v1/worker/kv_connector_model_runner_mixin.py``."""
+"""The worker's side: executes plans on this rank's paged cache, and reports failures, each a miss
+or a drop. Source of the call order: vLLM 0.31-0.33, ``kv_connector_model_runner_mixin.py``."""
 
 import logging
 from collections import deque
@@ -65,8 +64,7 @@ class WorkerSide:
         tracing: Tracing,
         accepted: deque[ChunkKey] | None = None,
     ) -> None:
-        """``target``: where ``saver`` saves. ``accepted``: payloads that the agent saves and does
-        not hold back, to be reported."""
+        """``target``: of ``saver``. ``accepted``: payloads that the agent saves, to be reported."""
         self._config, self._rank, self._tracing, self._groups = config, rank, tracing, groups
         self.loader, self.saver, self._target = loader, saver, target
         self._layers = {
@@ -74,8 +72,6 @@ class WorkerSide:
         }
         self._report, self._accepted = StepReport(), accepted
         self._failed_blocks, self._sent = set[int](), set[str]()
-        self._failed_loads: list[FailedLoad] = []
-        """Loads between steps that were not started. They are reported with those that ended."""
         self._received, self._failed = set[str](), set[str]()
         self._tainted_steps = 0
         self._in_layers = self._layers_failed = self._is_unmarked = self._closed = False
@@ -124,9 +120,8 @@ class WorkerSide:
                 group.clear(zeroed.block_ids)
 
     def wait_layer(self, layer_name: str) -> None:
-        """Block until a layer's blocks are loaded or have failed. Called before its attention.
-        Never raises: if it fails, all loads within the step have failed, so that vLLM discards what
-        the model computes from their blocks."""
+        """Block until a layer's blocks are loaded or have failed. Never raises: if it fails, all
+        loads within the step have, and vLLM discards what is computed from their blocks."""
         if not self._in_layers or self._layers_failed:
             return
         try:
@@ -196,12 +191,8 @@ class WorkerSide:
 
     @guarded(None)
     def _take_loads(self, plan: StepPlan) -> None:
-        if plan.idle and not self._failed_loads:
+        if plan.idle and not self._received:
             self.loader.wait_over(EMPTY_STEP_S)
-        lost, self._failed_loads = self._failed_loads, []
-        for load in lost:
-            outcome = LoadOutcome(load.request_id, load.blocks, frozenset())
-            self._end_load(outcome, whole=not load.blocks)
         for outcome in self.loader.take_finished(sync=False):
             self._end_load(outcome)
 
@@ -261,8 +252,9 @@ class WorkerSide:
                 self._fail_load(_all_of(load))
 
     def _fail_load(self, load: FailedLoad) -> None:
-        if not load.sync:
-            self._failed_loads.append(load)
+        if not load.sync:  # it is reported with those that ended
+            outcome = LoadOutcome(load.request_id, load.blocks, frozenset())
+            self._end_load(outcome, whole=not load.blocks)
             return
         self._report.failed.add(load.request_id)
         self._failed_blocks |= load.blocks

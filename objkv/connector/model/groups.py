@@ -1,5 +1,4 @@
-"""Converts vLLM's KV cache groups to objkv's, and refuses unsupported ones. Read against vLLM
-0.31-0.33, ``v1/kv_cache_interface.py``."""
+"""Converts vLLM's KV cache groups to objkv's. Source: vLLM 0.31-0.33, ``v1/kv_cache_interface``."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -67,8 +66,7 @@ class Geometry:
     drafted: DraftGroups | None = None
     """The last groups, if they are a draft's."""
     dcp_size: int = 1
-    """Size of decode context parallelism. The block size of a group counts the tokens that a block
-    covers on all of these ranks together."""
+    """Size of decode context parallelism. A block's size counts the tokens of all these ranks."""
     dcp_interleave: int = 1
     """1 without it."""
     nodes: int = 1
@@ -102,11 +100,6 @@ class Geometry:
             return None
         at = number - self.drafted.number
         return self.target_count + at if 0 <= at < self.drafted.count else None
-
-    def is_first_of_table(self, group: int) -> bool:
-        """Whether a group is the target's, and the first of these with its block table."""
-        tables = [self.table(g) for g in range(self.target_count)]
-        return not self.is_draft(group) and group == tables.index(self.table(group))
 
     def is_draft(self, group: int) -> bool:
         """Whether a group is a draft's: a chunk can be loaded without it."""
@@ -375,9 +368,8 @@ _Parts = list[tuple[int, bool]]
 
 
 def _read_split(vllm_config: "VllmConfig", spec: "MambaSpec") -> SplitState | None:
-    """Return the state over all ranks, or None if it is not known how ranks split it. Source: vLLM
-    0.31-0.33, ``MambaStateShapeCalculator`` in ``model_executor/layers/mamba/mamba_utils.py`` and
-    the layers that use it."""
+    """Return the state over all ranks, None if it is not known how they split it. Source: vLLM
+    0.31-0.33, ``MambaStateShapeCalculator`` in ``layers/mamba/mamba_utils.py`` and its users."""
     dtypes = [str(dtype).removeprefix("torch.") for dtype in spec.dtypes]
     parts = _parts_of(vllm_config, spec)
     if parts is None or getattr(spec, "tp_replicated", False) or not set(dtypes) <= {*ITEM_BYTES}:

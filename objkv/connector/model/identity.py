@@ -1,5 +1,4 @@
-"""Reads identity and groups from vLLM's configuration, equal on the scheduler and on every rank,
-and refuses unsupported ones. Read against vLLM 0.31-0.33."""
+"""Reads identity and groups from vLLM's configuration (0.31-0.33), equal on scheduler and ranks."""
 
 import hashlib
 import json
@@ -34,11 +33,10 @@ _SCHEDULES_FOR_ALL = ("mp", "ray", "uni", None)
 
 
 def refuse_external_launcher(vllm_config: "VllmConfig") -> None:
-    """Raise ``ConfigError`` if several ranks each have a scheduler, as a launcher like torchrun
-    starts them. Their decisions depend on the timing of a store: one would load a block that
-    another computes, and their collective operations would hang. Source: vLLM 0.31-0.33,
-    ``ExecutorWithExternalLauncher`` in ``v1/executor/uniproc_executor.py``. ``world_size`` includes
-    its data-parallel ranks, see ``ParallelConfig.__post_init__``."""
+    """Raise ``ConfigError`` if several ranks each have a scheduler, as under torchrun. Their
+    decisions depend on the timing of a store: one would load a block that another computes, and
+    their collective operations would hang. Source: vLLM 0.31-0.33,
+    ``ExecutorWithExternalLauncher``. ``world_size`` includes its data-parallel ranks."""
     parallel = vllm_config.parallel_config
     if parallel.world_size == 1 or parallel.distributed_executor_backend in _SCHEDULES_FOR_ALL:
         return
@@ -89,8 +87,7 @@ def read_geometry(
 def _divided(
     vllm_config: "VllmConfig", subgroups: Sequence[SubGroup], groups: tuple[GroupIdentity, ...]
 ) -> tuple[tuple[GroupIdentity, ...], int, int]:
-    """Return the groups with the tokens that a block covers on all DCP ranks, the number of these
-    ranks, and how many tokens follow one another on a rank."""
+    """Return the groups with a block's tokens on all DCP ranks, and their number and interleave."""
     parallel = vllm_config.parallel_config
     size = int(getattr(parallel, "decode_context_parallel_size", 1))
     if size == 1:
@@ -169,9 +166,8 @@ def ranks_of_worker(parallel: "ParallelConfig") -> tuple[int, int]:
 
 
 def placed(vllm_config: "VllmConfig", geometry: Geometry) -> Geometry:
-    """Return the geometry of this worker. Ray may put any number of ranks on a node. If they are on
-    several nodes, each rank therefore counts as alone on its own, because an agent would wait for
-    parts that go to another."""
+    """Return the geometry of this worker. Ray may put any number of ranks on a node. On several
+    nodes each counts as alone on its own: an agent would wait for parts that go to another."""
     from vllm.distributed.parallel_state import get_node_count
 
     if geometry.ranks == 1 or not vllm_config.parallel_config.use_ray:
@@ -219,9 +215,8 @@ def safe_load_mode(vllm_config: "VllmConfig", geometry: Geometry, config: Config
 
 def names_media(vllm_config: "VllmConfig") -> bool:
     """Whether the name of an image, sound or video identifies its encoder output. With both of its
-    caches off, vLLM numbers media in order of arrival, so the same name means another image in
-    another process. Source: vLLM 0.32, ``_process_mm_uuids`` in
-    ``renderers/base.py``."""
+    caches off, vLLM numbers media in order of arrival, so one name means other images in other
+    processes. Source: vLLM 0.32, ``_process_mm_uuids`` in ``renderers/base.py``."""
     multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
     if has_fp8_encoder(multimodal):
         logger.warning(
@@ -341,11 +336,9 @@ _FP8 = {"fp8": "F8_E4M3", "fp8_e4m3": "F8_E4M3", "fp8_e5m2": "F8_E5M2"}
 def read_quantised(
     vllm_config: "VllmConfig", kv_caches: Mapping[str, torch.Tensor]
 ) -> dict[str, Quantised]:
-    """Return the element format and the scales of K and V of quantised KV caches, by layer. Raises
-    ``ConfigError`` unless there is one scale for K and one for V. vLLM registers such caches as
-    plain bytes. It keeps the scales in each layer, where only a worker can read them, once the
-    weights are loaded: the checkpoint's scales, or 1.0. Source: vLLM 0.31-0.33,
-    ``process_weights_after_loading`` in ``model_executor/layers/quantization/kv_cache.py``."""
+    """Return the element format and the scales of K and V of quantised KV caches, by layer, which
+    vLLM registers as plain bytes. Raises ``ConfigError`` unless each has one scale. Only a worker
+    can read them, once the weights are loaded. Source: vLLM 0.31-0.33, ``kv_cache.py``."""
     layers = vllm_config.compilation_config.static_forward_context
     found = {}
     for name, cache in kv_caches.items():
@@ -386,6 +379,5 @@ def _layer_scales(name: str, layer: Any) -> str:
 def has_fp8_encoder(multimodal: Any) -> bool:
     """Whether an encoder's output for an image may depend on earlier images, as with the scales of
     an fp8 encoder, which uses the largest values of its last 16 calls. ``multimodal``: vLLM's
-    ``MultiModalConfig`` or None. Source: vLLM 0.32, ``MMEncoderAttention`` in
-    ``model_executor/layers/attention/mm_encoder_attention.py``."""
+    ``MultiModalConfig`` or None. Source: vLLM 0.32, ``MMEncoderAttention``."""
     return getattr(multimodal, "mm_encoder_attn_dtype", None) is not None  # not every version

@@ -1,13 +1,11 @@
-"""The subgroups of vLLM's KV cache groups: layers of one group whose caches have one shape, and the
-layers of all pipeline stages, which are derived from those that vLLM gives to one rank.
-
-vLLM puts layers that need the same blocks into one group, even if their caches differ: the latents
-and the indexer of sparse attention (DeepSeek V3.2), compressed states of several ratios (V4), or a
-target and its draft. Workers get a spec per layer (``UniformTypeKVCacheSpecs``), the scheduler only
-that of the first layer. Both get the same tensors, one for all layers of one spec, so objkv takes
-subgroups and page sizes from those. Source: vLLM 0.31-0.33, ``get_kv_cache_config_from_groups`` and
-``generate_scheduler_kv_cache_config`` in ``v1/core/kv_cache_utils.py``.
-"""
+"""The subgroups of vLLM's KV cache groups: layers of one group whose caches have one shape; and the
+layers of all pipeline stages, derived from those of one rank. vLLM puts layers that need the same
+blocks into one group, even if their caches differ: the latents and the indexer of sparse attention
+(DeepSeek V3.2), compressed states of several ratios (V4), or a target and its draft. Workers get a
+spec per layer (``UniformTypeKVCacheSpecs``), the scheduler only that of the first. Both get the
+same tensors, one for all layers of one spec, so objkv takes subgroups and page sizes from those.
+Source: vLLM 0.31-0.33, ``get_kv_cache_config_from_groups`` and
+``generate_scheduler_kv_cache_config`` in ``v1/core/kv_cache_utils.py``."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -40,8 +38,7 @@ class SubGroup:
     spec: KVCacheSpec
     """Spec of the group's first layer: equal to that of these layers only if ``page`` is None."""
     page: int | None = None
-    """Bytes of one layer's block, if the layers' spec is not that of the group's first layer, or
-    if a page cannot be divided by token."""
+    """Bytes of a layer's block if ``spec`` is not its own, or pages are not divisible by token."""
     draft: bool = False
     """Whether the layers are a draft's."""
 
@@ -126,13 +123,10 @@ def whole_groups(
     vllm_config: "VllmConfig", groups: "Sequence[KVCacheGroupSpec]"
 ) -> "tuple[list[KVCacheGroupSpec], PipelineStages]":
     """Return the groups with the layers of all ranks in forward order, and the number per rank.
-    ``groups``: of one rank. Raises ``ConfigError`` if the layers of others cannot be derived.
-
-    With pipeline parallelism vLLM gives each rank only its own layers, and the scheduler those of
-    rank 0. But the groups determine the names of payloads, so they must be equal everywhere. Each
-    rank checks its own layers against the derived ones, and a mismatch stops the engine. Read
-    against vLLM 0.31-0.33, ``get_kv_cache_configs`` in ``v1/core/kv_cache_utils.py``.
-    """
+    ``groups``: of one rank. Raises ``ConfigError`` if the layers of others cannot be derived. vLLM
+    gives each rank only its own layers, and the scheduler those of rank 0. But the groups determine
+    the names of payloads, so they must be equal everywhere. Each rank checks its own layers, and a
+    mismatch stops the engine. Source: vLLM 0.31-0.33, ``get_kv_cache_configs`` in ``v1/core``."""
     pp_size = vllm_config.parallel_config.pipeline_parallel_size
     total = vllm_config.model_config.get_total_num_hidden_layers()
     ranges = _stages(total, pp_size)
@@ -202,9 +196,8 @@ def _kinds(vllm_config: "VllmConfig", total: int) -> list[str]:
 
 def _parted(kinds: Sequence[str], groups: "Sequence[KVCacheGroupSpec]") -> list[list[int]]:
     """Return the layers of each group. All groups have one size, about the number of layers of the
-    rarest kind. The layers of each kind are distributed over its own groups. Attention or states
-    come first as in ``groups``, which is the same for all stages. Source: vLLM 0.31-0.33,
-    ``_get_kv_cache_groups_uniform_page_size``."""
+    rarest kind. Attention or states come first as in ``groups``, which is the same for all stages.
+    Source: vLLM 0.31-0.33, ``_get_kv_cache_groups_uniform_page_size``."""
     alike: dict[str, list[int]] = {}
     for layer, kind in enumerate(kinds):
         for each in ("mamba", "attention") if kind in _BOTH else (kind,):

@@ -1,11 +1,9 @@
-"""Identifies weights, and LoRA adapters, by digests of their files.
-
-By default the digest is sampled, because hashing 140 GB at every start is slow. Every tensor of a
-safetensors file contributes its name, dtype, shape and up to eight of its pages. A fine-tune, a
-merge or another checkpoint therefore has another digest, but a manual change of a few bytes may
-not. ``weights_digest=full`` reads everything. Files without an index of tensors (``.bin``, ``.pt``,
-``.pth``, ``.gguf``) are always read whole, because samples would cover only a few layers.
-"""
+"""Identifies weights, and LoRA adapters, by digests of their files. By default a digest is sampled,
+because hashing 140 GB at every start is slow: every tensor of a safetensors file contributes its
+name, dtype, shape and up to eight of its pages. A fine-tune, a merge or another checkpoint has
+another digest, but a manual change of a few bytes may not. ``weights_digest=full`` reads
+everything. Files without an index of tensors (``.bin``, ``.pt``, ``.pth``, ``.gguf``) are always
+read whole, because samples would cover only a few layers."""
 
 import hashlib
 import json
@@ -42,8 +40,7 @@ _THREADS_MAX = 4
 
 
 def weights_digest(folder: Path, *, full: bool = False) -> str | None:
-    """Return the digest of configuration and weights in ``folder``, ``sampled:…`` or ``full:…``.
-    None if ``folder`` has no weights. Raises ``OSError``."""
+    """Return ``sampled:…`` or ``full:…``, None if a folder has no weights. Raises ``OSError``."""
     weights = sorted(p for p in folder.iterdir() if p.suffix in _WEIGHT_SUFFIXES and p.is_file())
     if not weights:
         return None
@@ -125,8 +122,7 @@ def _add(digest: "hashlib._Hash", *fields: bytes) -> None:
 
 
 def _content(path: Path, *, full: bool) -> bytes:
-    """Return the SHA-256 of a file, or of samples if it has an index of tensors and not
-    ``full``."""
+    """Return the SHA-256 of a file, or of samples if it lists its tensors and not ``full``."""
     spans = None if full else _tensor_spans(path)
     with path.open("rb", buffering=0) as file:
         if spans is None:
@@ -148,8 +144,7 @@ def _pages(spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 
 def _tensor_spans(path: Path) -> list[tuple[int, int]] | None:
-    """Return the byte ranges of a safetensors file's header and tensors. None if the file has no
-    valid index that covers all of it."""
+    """Return the byte ranges of a safetensors file's header and tensors, None with a gap."""
     if path.suffix != ".safetensors":
         return None
     size = path.stat().st_size
@@ -188,16 +183,13 @@ _Versions = list[tuple[str, int, int, int, int, int]]
 
 
 class Adapters:
-    """Content digests of LoRA adapters, computed once per adapter on a background thread: replicas
-    that mount an adapter in different places share its KV, and new weights under an old name do
-    not. The scheduler's thread calls all methods, and never touches the files itself.
-
-    vLLM reads an adapter's files when it loads the adapter, and again after it evicted it to make
-    room (``max_cpu_loras``), without informing connectors. If the files change under the same name,
-    an engine may compute with either version. KV of such an adapter is no longer loaded or saved:
-    each request checks once, with ``stat`` only, that the files are unchanged. Source: vLLM
-    0.31-0.33, ``LRUCacheWorkerLoRAManager.add_adapter`` in ``lora/worker_manager.py``.
-    """
+    """Content digests of LoRA adapters, computed once on a background thread: replicas that mount
+    an adapter in different places share its KV, and new weights under an old name do not. For the
+    scheduler's thread, which never touches the files. vLLM reads an adapter's files when it loads
+    it, and again after it evicted it (``max_cpu_loras``), without informing connectors. If the
+    files change, an engine may compute with either version. KV of such an adapter is no longer
+    loaded or saved: each request checks once, with ``stat`` only. Source: vLLM 0.31-0.33,
+    ``LRUCacheWorkerLoRAManager.add_adapter``."""
 
     def __init__(self, submit: Callable[[Callable[[], Steps[None]]], bool]) -> None:
         self._submit = submit

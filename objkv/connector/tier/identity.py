@@ -38,15 +38,11 @@ _DEPTH_MAX = 200
 
 def find_connector(spec: "OffloadingSpec") -> "KVConnectorBase_V1":
     """Return vLLM's connector, alone or one of several, that is being made with ``spec`` by a
-    caller of this function. Raises ``ConfigError`` if there is none.
-
-    vLLM gives a tier the form of the rows, but not the other settings that change their KV:
-    overrides of the model's configuration, quantization, adapters. But it makes a tier while it
-    makes its connector, which has them, and whose ``kv_connector_extra_config`` is the object in
-    ``spec``. Source: vLLM 0.32-0.33, ``build_offloading_config``, and
-    ``OffloadingConnector.__init__`` in
-    ``distributed/kv_transfer/kv_connector/v1/offloading_connector.py``.
-    """
+    caller of this function. Raises ``ConfigError`` if there is none. vLLM gives a tier the form of
+    the rows, but not the other settings that change their KV: overrides of the model's
+    configuration, quantization, adapters. But it makes a tier while it makes its connector, which
+    has them, and whose ``kv_connector_extra_config`` is the object in ``spec``. Source: vLLM
+    0.32-0.33, ``build_offloading_config``, ``OffloadingConnector.__init__``."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
     for frame, _ in islice(walk_stack(sys._getframe(1)), _DEPTH_MAX):
@@ -96,14 +92,10 @@ def refuse_unshareable(vllm_config: "VllmConfig", named: frozenset[str]) -> None
 
 class TierAdapters:
     """Detects that the name of a LoRA adapter may now mean other weights. For the scheduler's
-    thread only.
-
-    vLLM's keys contain an adapter's name and path but not its content, and a tier cannot see which
-    adapter a request uses. A name that is loaded again is therefore treated as other weights. For
-    adapters that come with requests, and changed files, the operator is responsible, see
-    ``docs/models.md``. Source: vLLM 0.32, ``_gen_lora_extra_hash_keys`` in
-    ``v1/core/kv_cache_utils.py``.
-    """
+    thread only. vLLM's keys contain an adapter's name and path but not its content, and a tier
+    cannot see which adapter a request uses. A name that is loaded again therefore counts as other
+    weights. The operator is responsible for adapters that come with requests, and for changed
+    files, see ``docs/models.md``. Source: vLLM 0.32, ``_gen_lora_extra_hash_keys``."""
 
     def __init__(self, changed: Callable[[], object]) -> None:
         self._changed = changed
@@ -225,9 +217,8 @@ def _layout(spec: "OffloadingSpec") -> str:
 
 
 def _ranks(spec: "OffloadingSpec") -> tuple[tuple[str, int], ...]:
-    """Return the sizes of parallel groups. Empty only with vLLM's ``canonical_layout``: in its
-    direct layout each rank's layers are contiguous, although it is declared independent of
-    ranks."""
+    """Return the sizes of parallel groups, none only with vLLM's ``canonical_layout``: its direct
+    layout has each rank's layers together, although it is declared independent of ranks."""
     parallel = spec.config.parallel
     if spec.config.canonical_layout and parallel.is_parallelism_agnostic:
         return ()

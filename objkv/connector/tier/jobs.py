@@ -1,10 +1,8 @@
 """Jobs and lookups of a secondary tier. A job has many rows of vLLM's memory, which the node's
-agent loads or saves. A row contains one chunk's bytes of all ranks and layers, in vLLM's own order.
-It is the single frame of a payload, which is named by vLLM's key and verified before the copy.
-
-vLLM's memory is touched only under ``TierJobs.copying``, and not after the job has ended. A job can
-therefore be ended at once, whatever its rows wait for.
-"""
+agent loads or saves. A row has one chunk's bytes of all ranks and layers, in vLLM's own order: the
+single frame of a payload, named by vLLM's key and verified before the copy. vLLM's memory is
+touched only under ``TierJobs.copying``, and not after the job has ended, which it can at any
+time."""
 
 import hashlib
 import logging
@@ -105,8 +103,7 @@ class Job:
 
 
 class TierJobs:
-    """The jobs of one direction. The scheduler's thread calls all methods but ``settle``; threads
-    that copy also use ``copying``, ``rows`` and ``recorder``."""
+    """The jobs of one direction. For the scheduler's thread; threads that copy use its rows."""
 
     def __init__(
         self,
@@ -125,7 +122,7 @@ class TierJobs:
         self._queue_max, self._deadline_s = queue_max, deadline_s
         self.copying = Lock()
         """Held while a row is copied."""
-        self._changed = Condition()
+        self.changed = Condition()
         """Guards the jobs, and is notified when one ends."""
         self._jobs: dict[int, Job] = {}
         self._ended: list[Job] = []
@@ -137,7 +134,7 @@ class TierJobs:
         """Begin a job. Returns its first chunks, each of which must end. Those for which there is
         no room fail, without a namespace all of them."""
         now = self._clock()
-        with self._changed:
+        with self.changed:
             is_refused = self._closed or namespace is None
             room = 0 if is_refused else max(0, self._queue_max - self._waiting())
             taken = keys[:room]
@@ -146,7 +143,7 @@ class TierJobs:
             job = Job(job_id, keys, now, now + self._deadline_s, len(taken))
             self._jobs[job_id] = job
             if not taken:
-                self._end(job)
+                self.end(job)
         if namespace is None:
             return []
         # vLLM's key has neither the chunk's parent nor its position. Its hash depends on both.
@@ -157,23 +154,10 @@ class TierJobs:
             for claim, key, row in zip(claims, taken, rows, strict=False)
         ]
 
-    def settle(self, job: Job, key: bytes, *, done: bool, noted: bool) -> None:
-        """A chunk has ended. Thread-safe. No effect after its job has."""
-        with self._changed:
-            if not job.open:
-                return
-            if done:
-                job.done.append(key)
-            if noted:
-                job.noted.append(key)
-            job.waiting -= 1
-            if not job.waiting:
-                self._end(job)
-
     def take_finished(self) -> list[Job]:
         """Return the jobs that ended since the last call, including those past their deadline."""
         now = self._clock()
-        with self._changed:
+        with self.changed:
             late = [job for job in self._jobs.values() if job.deadline <= now]
             for job in late:
                 self.recorder.count(f"{self.name}_deadlines", job.waiting)
@@ -183,13 +167,13 @@ class TierJobs:
 
     def give_up(self) -> None:
         """End all jobs now. Afterwards no thread touches vLLM's memory for any of them."""
-        with self._changed:
+        with self.changed:
             self._abort(list(self._jobs.values()))
 
     def close(self, drain_s: float) -> None:
         """Let the jobs end within ``drain_s``, and refuse others. Idempotent."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._jobs, drain_s)
+        with self.changed:
+            self.changed.wait_for(lambda: not self._jobs, drain_s)
             self._closed = True
             if waiting := self._waiting():
                 logger.warning("tier given up at shutdown what=%ss chunks=%d", self.name, waiting)
@@ -205,12 +189,13 @@ class TierJobs:
                 for job in jobs:
                     job.open = False
         for job in jobs:
-            self._end(job)
+            self.end(job)
 
-    def _end(self, job: Job) -> None:
+    def end(self, job: Job) -> None:
+        """End a job, with the lock held."""
         job.open, job.seconds = False, self._clock() - job.started
         self._ended.append(self._jobs.pop(job.job_id))
-        self._changed.notify_all()
+        self.changed.notify_all()
 
 
 @dataclass(slots=True, eq=False)
@@ -224,17 +209,14 @@ class JobRow(PayloadTransfer):
 
     @property
     def is_needed(self) -> bool:
-        """Whether its job is still open."""
         return self.job.open
 
     def take_pages(self, pages: Sequence[memoryview]) -> None:
-        """See ``PayloadTransfer``."""
         with self.jobs.copying:
             if self.job.open:
                 np.copyto(self.jobs.rows.view(self.row), np.frombuffer(pages[0], np.uint8))
 
     def write_pages(self, pages: memoryview) -> None:
-        """See ``PayloadTransfer``."""
         with self.jobs.copying:
             if not self.job.open:
                 raise TransferError("a job ended while it was saved")
@@ -242,7 +224,17 @@ class JobRow(PayloadTransfer):
 
     def settle(self, *, done: bool, noted: bool = False) -> None:
         """It has ended. No effect after its job has."""
-        self.jobs.settle(self.job, self.key, done=done, noted=noted)
+        job = self.job
+        with self.jobs.changed:
+            if not job.open:
+                return
+            if done:
+                job.done.append(self.key)
+            if noted:
+                job.noted.append(self.key)
+            job.waiting -= 1
+            if not job.waiting:
+                self.jobs.end(job)
 
     def end(self, outcome: ReadOutcome | WriteOutcome, nbytes: int) -> None:
         """Notes payloads that were missing or corrupt, and those that the agent saves."""
@@ -263,9 +255,8 @@ class JobRow(PayloadTransfer):
 class _Verdict:
     key: ChunkKey
     deadline: float
-    answered: bool = False
-    """Set last, by the background thread or by the scheduler's thread."""
-    is_stored: bool = False
+    is_stored: bool | None = None
+    """None until the background thread or the scheduler's thread answers."""
 
 
 class TierLookups:
@@ -303,11 +294,11 @@ class TierLookups:
             verdict = verdicts[key] = _Verdict(chunk_key(namespace, key), deadline)
             part = key if self._ends_early else verdict.key.group
             self._new.setdefault((request_id, part), []).append(verdict)
-        if not verdict.answered:
+        if verdict.is_stored is None:
             if self._clock() < verdict.deadline:
                 return LookupResult.RETRY
             self._recorder.count("lookup_deadlines")
-            self._answer(verdict, is_stored=False)
+            verdict.is_stored = False
         return LookupResult.HIT if verdict.is_stored else LookupResult.MISS
 
     def flush(self) -> None:
@@ -321,7 +312,7 @@ class TierLookups:
     def has_found(self, request_id: str, key: bytes) -> bool:
         """Whether a request's lookup of a chunk found that it is stored."""
         verdict = self._asked.get(request_id, {}).get(key)
-        return verdict is not None and verdict.is_stored
+        return verdict is not None and bool(verdict.is_stored)
 
     def deny(self, keys: Sequence[bytes]) -> None:
         """Make lookups of these keys by present requests miss: their load failed."""
@@ -345,19 +336,15 @@ class TierLookups:
         """Stop the thread."""
         self._thread.close(0.0)
 
-    def _answer(self, verdict: _Verdict, *, is_stored: bool) -> None:
-        verdict.is_stored = is_stored
-        verdict.answered = True
-
     def _miss(self, verdicts: Iterable[_Verdict]) -> None:
         for verdict in verdicts:
-            self._answer(verdict, is_stored=False)
+            verdict.is_stored = False
 
     def _find(self, questions: Sequence[Sequence[_Verdict]]) -> Steps[None]:
         """Look up keys, those of one namespace and group in one call."""
         for verdicts in questions:
             key = verdicts[0].key
-            left = [one for one in verdicts if not one.answered]  # the others were late
+            left = [one for one in verdicts if one.is_stored is None]  # the others were late
             hashes = [one.key.prefix_hash for one in left]
             try:
                 found = yield from in_steps(self._index.find(key.namespace, hashes, (key.field,)))
@@ -366,8 +353,8 @@ class TierLookups:
                 self._miss(left)
                 continue
             for verdict, shards in zip(left, found, strict=True):
-                if not verdict.answered:  # else it was late
-                    self._answer(verdict, is_stored=shards is not None and key.field in shards)
+                if verdict.is_stored is None:  # else it was late
+                    verdict.is_stored = shards is not None and key.field in shards
 
 
 def _note_failure(error: Exception) -> None:

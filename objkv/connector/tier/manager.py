@@ -1,11 +1,10 @@
 """objkv under vLLM's own offloading: a secondary tier below the CPU memory of OffloadingConnector,
-described in ``docs/models.md``. vLLM calls every method on the scheduler's thread. Only the
-constructor raises; it and ``shutdown`` wait for the node's agent. Read against vLLM 0.32-0.33,
-``v1/kv_offload/tiering/base.py``."""
+see ``docs/models.md``. vLLM calls every method on the scheduler's thread. Only the constructor
+raises; it and ``shutdown`` wait for the agent. Read against vLLM 0.32-0.33, ``v1/kv_offload``."""
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -59,15 +58,14 @@ logger = logging.getLogger(__name__)
 class TierNamespace(ReplicaNamespace[TierIdentity]):
     """Begins with the first request, and excludes requests from before a renewal."""
 
-    def __init__(
-        self,
-        identity: TierIdentity,
-        bulk: WriteStore,
-        submit: Callable[[Callable[[], Steps[None] | None]], bool],
-        *,
-        writes: bool,
-    ) -> None:
-        super().__init__(identity, bulk, submit, writes=writes)
+    closed = (
+        "the tier stops loads and saves until vLLM's caches are reset while no request holds a "
+        "block: call reset_prefix_cache(reset_running_requests=True, reset_connector=True)"
+    )
+
+    def __init__(self, *given: Any, writes: bool) -> None:
+        """See the base class."""
+        super().__init__(*given, writes=writes)
         self._live: dict[str, bool] = {}
         """Whether a request began after the last renewal."""
 
@@ -100,23 +98,15 @@ class TierNamespace(ReplicaNamespace[TierIdentity]):
             super().announce()
 
     def renew(self, *, clean: bool) -> bool:
-        """Renew as the base class does. ``clean``: whether vLLM dropped all KV in its own memory,
-        on the device and on the CPU."""
+        """Renew as the base class does. ``clean``: also vLLM's memory on the CPU has no KV."""
         self._live = dict.fromkeys(self._live, False)
         return super().renew(clean=clean)
 
-    def _log_closed(self) -> None:
-        logger.warning(
-            "the tier stops loads and saves until vLLM's caches are reset while no request holds a "
-            "block: call reset_prefix_cache(reset_running_requests=True, reset_connector=True)"
-        )
-
 
 class ObjKVTier(SecondaryTierManager):
-    """The secondary tier, configured by an entry of ``secondary_tiers``: ``{"type": "ObjKVTier",
-    "module_path": "objkv.connector.tier", "bulk_url": …, "index_url": …}``. The entry may contain
-    every setting of ``Config`` and of ``TierOptions``. Raises ``ConfigError`` at start, which names
-    the fix."""
+    """The secondary tier, an entry of ``secondary_tiers``: ``{"type": "ObjKVTier", "module_path":
+    "objkv.connector.tier", "bulk_url": …, "index_url": …}``, with any setting of ``Config`` and
+    ``TierOptions``. Raises ``ConfigError`` at start, which names the fix."""
 
     medium: ClassVar[Medium] = Medium.STORAGE
 
@@ -129,8 +119,7 @@ class ObjKVTier(SecondaryTierManager):
         backpressure_detector: Any = None,
         **options: Any,
     ) -> None:
-        """``primary_kv_view``: vLLM's memory, ``[rows, row_bytes]``, C-contiguous, one-byte
-        elements. Only rows of a load in progress are written."""
+        """``primary_kv_view``: vLLM's memory, ``[rows, row_bytes]``, C-contiguous, of bytes."""
         super().__init__(
             offloading_spec, primary_kv_view, tier_type, backpressure_detector=backpressure_detector
         )
@@ -223,7 +212,8 @@ class ObjKVTier(SecondaryTierManager):
             for one in saves:
                 one.settle(done=True)
         elif saves and not self._lookups.submit(partial(self._save_new, saves)):
-            self._save(saves)
+            for one in saves:
+                self._writer.write(one)
 
     @guarded(None)
     def submit_load(self, job_metadata: "TransferJob") -> None:
@@ -238,7 +228,7 @@ class ObjKVTier(SecondaryTierManager):
 
     @guarded(())
     def get_finished_jobs(self) -> tuple[JobResult, ...]:
-        """See ``TierJobs.take_finished``."""
+        """Return the jobs that ended, including those past their deadline."""
         loads, saves = self._loads.take_finished(), self._saves.take_finished()
         for job in loads:
             self._lookups.deny(job.failed)  # later lookups must not wait for the same load again
@@ -250,8 +240,7 @@ class ObjKVTier(SecondaryTierManager):
 
     @guarded(None)
     def drain_jobs(self) -> None:
-        """End all jobs at once and leave the namespace: vLLM calls this when it resets its caches,
-        and weights may have changed."""
+        """End all jobs and leave the namespace: weights may have changed if vLLM resets caches."""
         connector = self._connector()
         self.reset(clean=holds_nothing(getattr(connector, "_kv_cache_manager", None)))
 
@@ -322,17 +311,11 @@ class ObjKVTier(SecondaryTierManager):
         except StoreError:
             self._recorder.count("lookup_errors")
             found = [None] * len(names)
-        new = []
         for one, shards in zip(saves, found, strict=True):
             if shards is None or one.claim.key.field not in shards:
-                new.append(one)
+                self._writer.write(one)
             else:
                 one.end(WriteOutcome.EXISTED, 0)
-        self._save(new)
-
-    def _save(self, saves: Sequence[JobRow]) -> None:
-        for one in saves:
-            self._writer.write(one)
 
     def _touch(self, keys: Sequence[bytes]) -> None:
         """Extend the life of the records of loaded chunks."""

@@ -5,6 +5,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from vllm.v1.engine.core import EngineCore
+
+
+def core() -> Any:
+    """An EngineCore without a model, which every connector of this process hears."""
+    made: Any = object.__new__(EngineCore)
+    made.model_executor = SimpleNamespace(
+        collective_rpc=lambda *_: ["done"],
+        add_lora=lambda *_: True,
+        remove_lora=lambda *_: True,
+        reset_encoder_cache=lambda: None,
+    )
+    made.scheduler = SimpleNamespace(
+        has_unfinished_requests=lambda: False, reset_encoder_cache=lambda: None
+    )
+    return made
 
 
 def make_model(folder: Path) -> Path:

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
-from vllm.v1.engine.core import EngineCore
 
 from objkv.connector import ObjKVECConnector
-from tests.connector.encoder.engine import engine, make_model
+from tests.connector.encoder.engine import core, engine, make_model
 from tests.connector.encoder.world import request
 from tests.support.served import ServedAgent
 
@@ -64,15 +63,6 @@ class Engine:
 
 def step(tokens: int) -> Any:
     return SimpleNamespace(total_num_scheduled_tokens=tokens, free_encoder_mm_hashes=[])
-
-
-def core() -> Any:
-    """What of vLLM's ``EngineCore`` carries such calls out."""
-    executor = SimpleNamespace(reset_encoder_cache=lambda: None, collective_rpc=lambda *args: [])
-    scheduler = SimpleNamespace(
-        has_unfinished_requests=lambda: False, reset_encoder_cache=lambda: None
-    )
-    return SimpleNamespace(scheduler=scheduler, model_executor=executor)
 
 
 @pytest.fixture
@@ -160,9 +150,9 @@ def test_after_weights_may_have_changed_nothing_old_is_loaded(start: Any, change
     if change == "reset":
         assert second.scheduler.reset_cache()
     elif change == "encoder":
-        EngineCore.reset_encoder_cache(core())
+        core().reset_encoder_cache()
     else:
-        EngineCore.collective_rpc(core(), "update_weights")
+        core().collective_rpc("update_weights")
     assert second.see("x", OUTPUT)
 
 

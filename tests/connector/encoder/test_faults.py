@@ -1,6 +1,6 @@
 """Whatever happens to a stored output: it is encoded, or it is the right one. Nobody waits long."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Event
 
@@ -16,7 +16,6 @@ from objkv.errors import StoreUnavailable
 from tests.connector.encoder.world import (
     EMBEDS,
     WIDTH,
-    Limits,
     Place,
     Replica,
     output_of,
@@ -38,47 +37,47 @@ def hanging(place: Place) -> Iterator[None]:
     place.store.mend()
 
 
-def test_an_agent_that_ends_takes_no_promised_output(place: Place) -> None:
+def test_an_agent_that_ends_takes_no_promised_output(place: Place, second: Replica) -> None:
     """Neither does one that gives its memory to another payload, or the next one."""
     saved(place, "x", "y")
-    with replica(place) as second:
-        seen = request("b", "x")
-        second.wait(seen)
-        assert second.side.has_item("x")
-        arena = second.node.arena.view
-        for at in range(BOARD_BYTES, len(arena), PAGE):
-            if OPENING not in bytes(arena[at : at + PAGE]):  # the agent's headers are right
-                arena[at : at + PAGE] = bytes(PAGE)
-        second.node.close()
-        with pytest.raises(StoreUnavailable):  # as a job does that finds nobody meanwhile
-            at_once(second.calls.touch("n", [bytes(32)], ttl_s=1))
-        second.restart_node()
-        second.clock.advance(RETRY_S)
-        assert second.see(request("c", "y")) == []
-        assert second.see(seen) == []
-        for name in ("x", "y"):
-            assert torch.equal(second.cache[name], output_of(name))
+    seen = request("b", "x")
+    second.wait(seen)
+    assert second.side.has_item("x")
+    arena = second.node.arena.view
+    for at in range(BOARD_BYTES, len(arena), PAGE):
+        if OPENING not in bytes(arena[at : at + PAGE]):  # the agent's headers are right
+            arena[at : at + PAGE] = bytes(PAGE)
+    second.node.close()
+    with pytest.raises(StoreUnavailable):  # as a job does that finds nobody meanwhile
+        at_once(second.calls.touch("n", [bytes(32)], ttl_s=1))
+    second.restart_node()
+    second.clock.advance(RETRY_S)
+    assert second.see(request("c", "y")) == []
+    assert second.see(seen) == []
+    for name in ("x", "y"):
+        assert torch.equal(second.cache[name], output_of(name))
 
 
-def test_without_an_agent_outputs_are_encoded_and_nothing_waits(place: Place) -> None:
+def test_without_an_agent_outputs_are_encoded_and_nothing_waits(
+    place: Place, second: Replica
+) -> None:
     saved(place, "x")
-    with replica(place) as second:
-        second.node.close()
-        assert second.see(request("a", "x")) == ["x"]
-        assert (second.count("lookup_errors"), second.count("save_errors")) == (1, 1)
-        second.restart_node()
-        second.clock.advance(RETRY_S)
+    second.node.close()
+    assert second.see(request("a", "x")) == ["x"]
+    assert (second.count("lookup_errors"), second.count("save_errors")) == (1, 1)
+    second.restart_node()
+    second.clock.advance(RETRY_S)
 
-        def is_back() -> bool:
-            second.dropped("x")
-            return second.see(request("b", "x")) == []
+    def is_back() -> bool:
+        second.dropped("x")
+        return second.see(request("b", "x")) == []
 
-        wait_until(is_back)
+    wait_until(is_back)
 
 
 def test_a_late_output_is_encoded_at_the_deadline_and_not_saved_again(place: Place) -> None:
     saved(place, "x")
-    with replica(place, limits=Limits(deadline_s=5.0)) as second:
+    with replica(place, lookup_deadline_ms=2_500) as second:
         with hanging(place):
             seen = request("b", "x")
             assert not second.side.is_ready(seen, 0)
@@ -97,43 +96,40 @@ def test_a_late_output_is_encoded_at_the_deadline_and_not_saved_again(place: Pla
         assert second.fetcher.held_bytes == 0
 
 
-def test_a_request_that_is_aborted_while_it_waits_leaves_nothing(place: Place) -> None:
+def test_a_request_that_is_aborted_while_it_waits_leaves_nothing(
+    place: Place, second: Replica
+) -> None:
     saved(place, "x")
-    with replica(place) as second:
-        with hanging(place):
-            seen = request("b", "x")
-            assert not second.side.is_ready(seen, 0)
-            assert place.store.arrived.wait(120)
-            second.side.finish(seen)
-        second.close()
-        assert not second.fetcher._entries
-        assert second.fetcher.held_bytes == 0
-
-
-def test_a_promise_that_was_not_taken_up_holds_until_its_request_ends(place: Place) -> None:
-    """vLLM had no blocks for the request in that step."""
-    saved(place, "x")
-    with replica(place) as second:
+    with hanging(place):
         seen = request("b", "x")
+        assert not second.side.is_ready(seen, 0)
+        assert place.store.arrived.wait(120)
+        second.side.finish(seen)
+    second.close()
+    assert not second.fetcher._entries
+    assert second.fetcher.held_bytes == 0
+
+
+def test_a_promise_that_was_not_taken_up_holds_and_its_load_comes_with_a_step_that_computes(
+    place: Place, second: Replica
+) -> None:
+    """vLLM may have no blocks for the request. Workers may not look at the plan of an empty step,
+    and vLLM has given the outputs their place."""
+    saved(place, "x", "y")
+    seen = request("b", "x", "y")
+    for _ in range(2):
         second.wait(seen)
         assert second.side.has_item("x")
+        assert second.side.has_item("y")
         assert not second.plan(1).loads
-        assert second.see(seen) == []
-        assert second.fetcher.held_bytes == 0
-
-
-def test_loads_of_a_step_without_tokens_come_with_the_next(place: Place) -> None:
-    """Workers may not look at such a plan, and vLLM has given the outputs their place."""
-    saved(place, "x", "y")
-    with replica(place) as second:
-        seen = request("b", "x", "y")
-        second.wait(seen)
-        for index, name in enumerate(("x", "y")):
-            assert second.side.has_item(name)
-            second.side.allocate(seen, index)
-        assert list(second.plan(0).loads) == ["x", "y"]
-        assert list(second.plan(1, freed=("x",)).loads) == ["y"]
-        assert not second.plan(1).loads
+    second.wait(seen)
+    for index, name in enumerate(("x", "y")):
+        assert second.side.has_item(name)
+        second.side.allocate(seen, index)
+    assert second.fetcher.held_bytes == 0
+    assert list(second.plan(0).loads) == ["x", "y"]
+    assert list(second.plan(1, freed=("x",)).loads) == ["y"]
+    assert not second.plan(1).loads
 
 
 def test_a_full_queue_is_a_miss(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,22 +149,11 @@ def test_a_full_queue_is_a_miss(place: Place, monkeypatch: pytest.MonkeyPatch) -
 ITEM = 2 * EMBEDS * WIDTH
 
 
-def room_for(outputs: int) -> int:
-    """Bytes."""
-    return outputs * ITEM
-
-
-def until(second: Replica, what: Callable[[], bool]) -> None:
-    """Empty steps, as vLLM's."""
-    while not what():
-        second.step()
-
-
 def test_a_burst_waits_for_memory_that_the_requests_before_give_back(place: Place) -> None:
     """vLLM asks for all of its waiting requests in one step."""
     names = [f"image-{i}" for i in range(12)]
     saved(place, *names)
-    with replica(place, limits=Limits(held_bytes_max=room_for(3))) as second:
+    with replica(place, held_bytes_max=3 * ITEM) as second:
         waiting = [request(f"r-{name}", name) for name in names]
         while waiting:
             ready = [seen for seen in waiting if second.side.is_ready(seen, 0)]
@@ -185,7 +170,7 @@ def test_a_burst_waits_for_memory_that_the_requests_before_give_back(place: Plac
 
 def test_a_large_request_is_not_overtaken_while_it_waits(place: Place) -> None:
     saved(place, *"wxyz")
-    with replica(place, limits=Limits(held_bytes_max=room_for(2), deadline_s=5.0)) as second:
+    with replica(place, held_bytes_max=2 * ITEM, lookup_deadline_ms=2_500) as second:
         holder, large, small = request("a", "x"), request("b", "y", "z"), request("c", "w")
         second.wait(holder)
         for seen in (large, small, small):
@@ -194,18 +179,19 @@ def test_a_large_request_is_not_overtaken_while_it_waits(place: Place) -> None:
         second.clock.advance(4.0)
         assert not second.side.is_ready(request("d", "w"), 0)
         second.clock.advance(1.0)  # vLLM may ask for it no more
-        until(second, lambda: second.side.is_ready(request("d", "w"), 0))
+        second.wait(request("d", "w"))
         assert second.see(large) == ["y", "z"]
         assert second.count("load_deadlines") == 2
 
 
 def test_who_is_aborted_while_it_waits_for_memory_leaves_nothing(place: Place) -> None:
     saved(place, "x", "y")
-    with replica(place, limits=Limits(held_bytes_max=room_for(1), deadline_s=5.0)) as second:
+    with replica(place, held_bytes_max=ITEM, lookup_deadline_ms=2_500) as second:
         holder, parked = request("holder", "x"), request("b", "y")
         second.wait(holder)
         assert not second.side.is_ready(parked, 0)
-        until(second, lambda: list(second.fetcher.queue) == ["b"])
+        while list(second.fetcher.queue) != ["b"]:
+            second.step()
         second.side.finish(parked)
         assert not second.fetcher.queue
         assert second.see(holder) == []
@@ -215,6 +201,6 @@ def test_who_is_aborted_while_it_waits_for_memory_leaves_nothing(place: Place) -
 
 def test_what_never_fits_is_not_waited_for(place: Place) -> None:
     saved(place, "x")
-    with replica(place, limits=Limits(held_bytes_max=room_for(1) - 1)) as second:
+    with replica(place, held_bytes_max=ITEM - 1) as second:
         assert second.see(request("b", "x")) == ["x"]
         assert second.count("load_refused") == 1

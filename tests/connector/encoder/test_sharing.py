@@ -1,6 +1,5 @@
 """What one replica encoded another is given, the same bytes; and who shares with whom."""
 
-from collections.abc import Iterator
 from time import time
 from typing import Any
 
@@ -15,10 +14,8 @@ from tests.connector.encoder.world import (
     EMBEDS,
     IDENTITY,
     WIDTH,
-    Limits,
     Place,
     Replica,
-    formed,
     output_of,
     replica,
     request,
@@ -30,24 +27,18 @@ from tests.index.flaky_index import FlakyIndex
 from tests.support.waiting import wait_until
 
 
-@pytest.fixture
-def second(place: Place) -> Iterator[Replica]:
-    with replica(place) as made:
-        yield made
-
-
 @pytest.mark.parametrize("codec", ["none", "blosc"])
 def test_a_folder_that_is_its_own_index(codec: str) -> None:
     """It tells nothing of what follows an output that it does not have, and no codec."""
     store = FlakyStore(MemoryStore())
     place = Place(store, FlakyIndex(BulkIndex(store)))
-    with replica(place, limits=Limits(codec=codec)) as first:
+    with replica(place, codec=codec) as first:
         first.see(request("a", "x", "y"))
     with replica(place) as second:
         assert second.see(request("b", "new", "x", "newer", "y")) == ["new", "newer"]
         for name in ("x", "y"):
             assert torch.equal(second.cache[name], output_of(name))
-    with replica(place, form=formed(width=lambda modality: 1)) as narrow:
+    with replica(place, form={"width": lambda modality: 1}) as narrow:
         assert narrow.see(request("c", "x")) == ["x"]
         assert narrow.count("load_refused") == 1
     with replica(place) as third:
@@ -61,8 +52,7 @@ def test_what_vllm_holds_itself_is_not_asked_for(place: Place, second: Replica) 
     assert second.side.is_ready(request("c", "x"), 0)
     second.step()
     assert len(place.store.calls) == calls
-    second.plan(1, freed=("x",))
-    second.cache.clear()
+    second.dropped("x")
     assert second.see(request("d", "x")) == []
 
 
@@ -140,8 +130,7 @@ def test_the_identity_document_is_stored_beside_the_outputs(place: Place) -> Non
 def test_salts_do_not_share(place: Place, second: Replica) -> None:
     saved(place, "x", cache_salt="a")
     assert second.see(request("b", "x", cache_salt="b")) == ["x"]
-    second.cache.clear()
-    second.plan(1, freed=("x",))
+    second.dropped("x")
     assert second.see(request("c", "x", cache_salt="a")) == []
 
 
@@ -174,7 +163,7 @@ def test_a_promise_is_of_the_request_that_vllm_looks_at(place: Place, second: Re
 def test_what_has_no_name_of_its_own_is_left_alone(
     place: Place, form: dict[str, Any], of_request: dict[str, Any], payloads: int
 ) -> None:
-    with replica(place, form=formed(**form)) as first:
+    with replica(place, form=form) as first:
         assert first.see(request("a", "x", **of_request)) == ["x"]
         assert first.see(request("b", "x", **of_request)) == []  # vLLM's own
     assert len(place.payloads()) == payloads
@@ -212,7 +201,7 @@ def test_after_a_reset_nothing_old_is_loaded_and_nothing_new_is_shared(
 def test_an_output_of_another_form_is_not_promised(place: Place, form: dict[str, Any]) -> None:
     """And not held against who stored it, if only this replica expects something else."""
     saved(place, "x")
-    with replica(place, form=formed(**form)) as second:
+    with replica(place, form=form) as second:
         assert second.see(request("b", "x")) == ["x"]
     with replica(place) as third:
         assert third.see(request("c", "x")) == []

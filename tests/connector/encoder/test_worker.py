@@ -16,10 +16,8 @@ from tests.connector.encoder.world import (
     EMBEDS,
     IDENTITY,
     WIDTH,
-    Limits,
     Place,
     Replica,
-    formed,
     output_of,
     replica,
     request,
@@ -36,25 +34,20 @@ def plan(**names: bytes) -> EncoderPlan:
     return EncoderPlan(saves=saves)
 
 
-def loading(second: Replica, *names: str) -> EncoderPlan:
-    seen = request("b", *names)
-    second.wait(seen)
-    for index, name in enumerate(names):
-        assert second.side.has_item(name)
-        second.side.allocate(seen, index)
-    return second.plan(1)
-
-
-def test_two_ranks_are_given_the_same_and_neither_shares_memory(place: Place) -> None:
+def test_two_ranks_are_given_the_same_and_neither_shares_memory(
+    place: Place, second: Replica
+) -> None:
     saved(place, "x")
-    with replica(place) as second:
-        brought = loading(second, "x")
-        caches: list[dict[str, torch.Tensor]] = [{}, {}]
-        for cache in caches:
-            second.worker.load(brought, cache)
-        one, other = (cache["x"] for cache in caches)
-        one.zero_()
-        assert torch.equal(other, output_of("x"))
+    seen = request("b", "x")
+    second.wait(seen)
+    assert second.side.has_item("x")
+    second.side.allocate(seen, 0)
+    brought, caches = second.plan(1), [dict[str, torch.Tensor](), dict[str, torch.Tensor]()]
+    for cache in caches:
+        second.worker.load(brought, cache)
+    one, other = (cache["x"] for cache in caches)
+    one.zero_()
+    assert torch.equal(other, output_of("x"))
 
 
 @pytest.mark.parametrize(
@@ -68,7 +61,7 @@ def test_two_ranks_are_given_the_same_and_neither_shares_memory(place: Place) ->
     ],
 )
 def test_what_nobody_could_verify_later_is_not_saved(place: Place, encoded: torch.Tensor) -> None:
-    with replica(place, form=formed(item_bytes_max=2 * EMBEDS * WIDTH)) as first:
+    with replica(place, form={"item_bytes_max": 2 * EMBEDS * WIDTH}) as first:
         first.worker.save(plan(x=NAME), {"x": encoded}, "x")
         # What no plan names is not looked at: vLLM encodes an image of its own when it starts.
         first.worker.save(plan(), {"x": output_of("x")}, "x")
@@ -82,7 +75,7 @@ def test_every_value_survives(place: Place, dtype: torch.dtype) -> None:
     """Those that are no numbers too, and rows that do not lie next to each other."""
     values = torch.randn(2 * EMBEDS, WIDTH).to(dtype)[::2]
     values[0, :3] = torch.tensor([float("nan"), float("inf"), -0.0])
-    form = formed(dtype=DTYPE_NAMES[dtype])
+    form = {"dtype": DTYPE_NAMES[dtype]}
     with replica(place, form=form) as first:
         seen = request("a", "x")
         first.wait(seen)
@@ -117,7 +110,7 @@ def held(first: Replica, count: int) -> Iterator[None]:
 
 
 def test_a_full_queue_is_a_drop(place: Place) -> None:
-    with replica(place, limits=Limits(save_held_bytes_max=4 * 2 * EMBEDS * WIDTH)) as first:
+    with replica(place, save_held_bytes_max=4 * 2 * EMBEDS * WIDTH) as first:
         with held(first, 10):
             assert first.count("save_drops") == 6
         assert first.saved == 4
@@ -125,17 +118,10 @@ def test_a_full_queue_is_a_drop(place: Place) -> None:
 
 
 def test_a_save_that_waited_too_long_is_dropped(place: Place) -> None:
-    with replica(place, limits=Limits(save_deadline_s=5.0)) as first:
+    with replica(place, save_deadline_ms=5_000) as first:
         with held(first, 5):
             first.clock.advance(5.1)
         assert (first.saved, first.count("save_drops")) == (1, 4)
-
-
-def test_outputs_that_the_agent_holds_back_count_with_their_bytes(place: Place) -> None:
-    with replica(place, holds_back=True) as first:
-        first.see(request("a", "x"))
-        assert first.count("saves_accepted") == 1
-        assert first.count("save_accepted_bytes") > 2 * EMBEDS * WIDTH
 
 
 def test_at_its_end_a_worker_waits_for_its_saves(place: Place) -> None:
@@ -147,8 +133,10 @@ def test_at_its_end_a_worker_waits_for_its_saves(place: Place) -> None:
     assert len(place.payloads()) == 8
 
 
-def test_what_workers_counted_is_told_by_the_scheduler(place: Place) -> None:
-    with replica(place) as first:
+@pytest.mark.parametrize("holds_back", [False, True])
+def test_what_workers_counted_is_told_by_the_scheduler(place: Place, *, holds_back: bool) -> None:
+    """Outputs that the agent holds back count too, with their bytes."""
+    with replica(place, holds_back=holds_back) as first:
         first.see(request("a", "x"))
         report = first.worker.take_report()
         assert report is not None
@@ -157,6 +145,6 @@ def test_what_workers_counted_is_told_by_the_scheduler(place: Place) -> None:
         output: Any = type("EncoderOutput", (), {"ec_connector_worker_meta": both})
         first.side.update(output)
         numbers = first.side.take_numbers()
-        assert numbers["saves_accepted"] == 3
-        assert numbers["load_seconds_max"] == 99.0
+        assert (numbers["saves_accepted"], numbers["load_seconds_max"]) == (3, 99.0)
+        assert numbers["save_accepted_bytes"] > 2 * EMBEDS * WIDTH
         assert first.side.take_numbers() == {}

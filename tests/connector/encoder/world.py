@@ -1,18 +1,17 @@
 """Replicas with an encoder cache but without an engine: both sides, asked in vLLM's order."""
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, cast
 
 import torch
 
 from objkv.agent.client import AgentCalls, AgentConnection
 from objkv.agent.payloads import PayloadReader, PayloadWriter
-from objkv.codec.seal import Seal
 from objkv.config import Config
 from objkv.connector.encoder.fetch import EncoderFetcher
 from objkv.connector.encoder.items import EncoderPlan, OutputForm
@@ -35,29 +34,15 @@ FORM = OutputForm(
     "BF16", lambda modality: WIDTH, item_bytes_max=1 << 20, media_named=True, tower_lora=False
 )
 ANSWERS_S = 120.0
+CONFIG = Config(
+    bulk_url="file:///nowhere",
+    index_url="sqlite:///nowhere",
+    lookup_deadline_ms=30_000,
+    save_deadline_ms=60_000,
+    drain_deadline_ms=round(1000 * ANSWERS_S),
+)
 _NONE = torch.empty(0)
-ARENA_BYTES, _OUTBOX_BYTES = 4 << 20, 1 << 20
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What differs from test to test."""
-
-    deadline_s: float = 60.0
-    held_bytes_max: int = 1 << 20
-    save_held_bytes_max: int = 1 << 20
-    save_deadline_s: float = 60.0
-    codec: str = "none"
-
-    def config(self) -> Config:
-        """The settings."""
-        return Config(
-            bulk_url="file:///nowhere",
-            index_url="sqlite:///nowhere",
-            lookup_deadline_ms=round(500 * self.deadline_s),
-            save_deadline_ms=round(1000 * self.save_deadline_s),
-            drain_deadline_ms=round(1000 * ANSWERS_S),
-        )
+ARENA_BYTES, _MIB = 4 << 20, 1 << 20
 
 
 @dataclass
@@ -68,7 +53,6 @@ class Place:
     index: FlakyIndex = field(default_factory=lambda: FlakyIndex(MemoryIndex()))
 
     def payloads(self) -> list[str]:
-        """Keys of all payloads."""
         names = (entry.key for entry in self.store.scan(""))
         return [name for name in names if name.endswith(".safetensors")]
 
@@ -98,22 +82,24 @@ class Replica:
         self,
         place: Place,
         *,
-        limits: Limits | None = None,
-        form: OutputForm = FORM,
-        seal: Seal | None = None,
+        form: Mapping[str, Any] = MappingProxyType({}),
         device: str = "cpu",
         loads: bool = True,
         holds_back: bool = False,
+        codec: str = "none",
+        held_bytes_max: int = _MIB,
+        save_held_bytes_max: int = _MIB,
+        **settings: Any,
     ) -> None:
-        """``loads``: whether it has a language model. ``holds_back``: whether its agent does."""
-        limits = limits or Limits()
-        config = limits.config()
+        """``form``: what differs from ``FORM``. ``loads``: whether it has a language model.
+        ``holds_back``, ``codec``: of its agent. ``settings`` of ``Config``."""
+        own, config = replace(FORM, **form), CONFIG.model_copy(update=settings)
         self.copies = OutputCopies(torch.device(device))
         self.clock = ManualClock()
         self.recorder = MemoryRecorder()
         self.worker_recorder = MemoryRecorder()
         self.place = place
-        self._node: dict[str, Any] = {"seal": seal, "codec": limits.codec, "holds_back": holds_back}
+        self._node: dict[str, Any] = {"codec": codec, "holds_back": holds_back}
         self.node = self._start_node()
         connect = partial(self._connect, wants_arena=False)
         self.calls = AgentCalls(connect, clock=self.clock)
@@ -123,12 +109,12 @@ class Replica:
             reader if loads else None,
             config,
             self.recorder,
-            held_bytes_max=limits.held_bytes_max,
+            held_bytes_max=held_bytes_max,
             clock=self.clock,
         )
         self.reader, self._loads, self._is_closed = reader, loads, False
         self.side = EncoderSchedulerSide(
-            form,
+            own,
             IDENTITY,
             self.fetcher,
             loads=loads,
@@ -142,7 +128,7 @@ class Replica:
             self.copies,
             PayloadWriter(
                 connect,
-                _OUTBOX_BYTES,
+                _MIB,
                 "outputs",
                 writer="w",
                 begin=self.copies.adopt_thread,
@@ -150,8 +136,8 @@ class Replica:
             ),
             config,
             self.worker_recorder,
-            form.item_bytes_max,
-            limits.save_held_bytes_max,
+            own.item_bytes_max,
+            save_held_bytes_max,
             clock=self.clock,
         )
         self.cache: dict[str, torch.Tensor] = {}
@@ -184,7 +170,6 @@ class Replica:
         return self.encoded[before:]
 
     def drain(self) -> None:
-        """Wait until everything is stored."""
         assert self.worker.writer is not None
         assert self.worker.writer.drain(ANSWERS_S)
         assert self.node.saves.drain(ANSWERS_S)
@@ -228,7 +213,6 @@ class Replica:
         return plan
 
     def count(self, name: str) -> float:
-        """What either side counted so far."""
         return self.recorder.value(name) + self.worker_recorder.value(name)
 
     @property
@@ -250,7 +234,6 @@ class Replica:
 
 @contextmanager
 def replica(place: Place, **more: Any) -> Iterator[Replica]:
-    """One that ends with its block."""
     made = Replica(place, **more)
     try:
         yield made
@@ -258,13 +241,7 @@ def replica(place: Place, **more: Any) -> Iterator[Replica]:
         made.close()
 
 
-def formed(**changes: Any) -> OutputForm:
-    """``FORM`` with something else in it."""
-    return replace(FORM, **changes)
-
-
 def saved(place: Place, *identifiers: str, **more: Any) -> None:
-    """Have a replica save these, and end."""
     with replica(place) as first:
         assert first.see(request("saver", *identifiers, **more)) == list(identifiers)
     assert len(place.payloads()) == len(set(identifiers))

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.connector.handoff.model import LAYERS, Shape
-from tests.connector.handoff.world import Engine, same, step
+from tests.connector.handoff.world import LAYERS, Engine, Shape, same, step
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[3]

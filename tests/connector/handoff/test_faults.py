@@ -21,8 +21,7 @@ from objkv.connector import handoff
 from objkv.connector.handoff import RankAgreement
 from objkv.index.base import ChunkEntry
 from objkv.telemetry import NullRecorder
-from tests.connector.handoff.model import model_folder, prompts
-from tests.connector.handoff.world import PROMPTS, Engine, bits, step
+from tests.connector.handoff.world import PROMPTS, SPOILT, Engine, bits, model_folder, prompts, step
 from tests.contracts.flaky import FlakyStore
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
@@ -31,32 +30,22 @@ WAITS_S = 120.0
 """For another thread that has nothing else to do."""
 
 
-def untouched(engine: Engine) -> bool:
-    """Whether nothing was written since ``spoil``."""
-    return all(bool((bits(cache) == 85).all()) for cache in engine.caches)
-
-
-def payload_of(engine: Engine, tokens: int) -> Path:
-    """The payload of the prompt that has so many tokens."""
-    (found,) = (
-        path
-        for path in engine.payloads()
-        if read_header(path.read_bytes()).claim.token_end == tokens
-    )
-    return found
+def lengths(engine: Engine) -> dict[int, Path]:
+    """The payloads by the number of their prompt's tokens."""
+    return {read_header(p.read_bytes()).claim.token_end: p for p in engine.payloads()}
 
 
 def test_a_broken_byte_anywhere_is_a_miss_and_is_forgotten(folder: Path) -> None:
     sender = Engine(folder)
     sender.send(step())
-    whole = payload_of(sender, len(PROMPTS[0])).read_bytes()
+    path = lengths(sender)[7]
+    whole = path.read_bytes()
     header = read_header(whole)
     stores = {"bulk_url": f"file://{folder}/chunks", "index_url": f"sqlite://{folder}/index.sqlite"}
     backends = open_backends(load_config(stores, environ={}), NullRecorder())
     index = backends.index
     claim = header.claim
     chunk = ChunkEntry(claim.key.namespace, claim.key.prefix_hash, claim.parent_hash, 0, 7)
-    path = payload_of(sender, 7)
 
     @settings(deadline=None, max_examples=20, suppress_health_check=list(HealthCheck))
     @given(st.integers(0, 8 * len(whole) - 1))
@@ -68,25 +57,13 @@ def test_a_broken_byte_anywhere_is_a_miss_and_is_forgotten(folder: Path) -> None
         receiver = Engine(folder)  # its node has not looked for it yet
         receiver.spoil()
         assert receiver.receive(step()) == (None, False)
-        assert untouched(receiver)
+        assert all(bool((bits(cache) == SPOILT).all()) for cache in receiver.caches)
         assert receiver.agent.recorder.value("load_corrupt") == 1
         receiver.close()
         assert index.find(chunk.namespace, [chunk.prefix_hash], [claim.key.field]) == [None]
 
     with backends:
         check()
-
-
-def test_a_bug_is_a_miss_or_a_drop(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(folder)
-    engine.send(step())
-
-    def fail(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("a bug")
-
-    monkeypatch.setattr(handoff, "read_prompts", fail)
-    engine.send(step())
-    assert engine.receive(step()) == (None, False)
 
 
 def test_a_store_that_takes_nothing_is_not_waited_for_in_every_step(
@@ -110,18 +87,19 @@ def test_a_store_that_takes_nothing_is_not_waited_for_in_every_step(
     gate.set()
 
 
-def close_twice(engine: Engine) -> None:
-    engine.connector.close()
-    engine.connector.close()
-
-
-@pytest.mark.parametrize("end", [Engine.lose_agent, close_twice])
-def test_without_an_agent_all_is_a_miss_and_a_drop(
-    folder: Path, end: Callable[[Engine], None]
+@pytest.mark.parametrize("fault", ["no agent", "closed twice", "a bug"])
+def test_without_what_it_needs_all_is_a_miss_and_a_drop(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     engine = Engine(folder)
     engine.send(step())
-    end(engine)
+    if fault == "no agent":
+        engine.lose_agent()
+    elif fault == "a bug":
+        monkeypatch.setattr(handoff, "read_prompts", lambda *_: 1 / 0)
+    else:
+        engine.connector.close()
+        engine.connector.close()
     assert engine.receive(step()) == (None, False)
     engine.send(prompts([[1, 2]], [[1]]))
     assert len(engine.payloads()) == len(PROMPTS)
@@ -173,8 +151,7 @@ def test_prompts_that_token_ids_do_not_name_whole_are_left_alone(
     odd = step()
     spoil(odd)
     engine.send(odd, engine.states(20))
-    kept = [read_header(path.read_bytes()).claim.token_end for path in engine.payloads()]
-    assert kept in ([], [13])  # where only one prompt is odd
+    assert [*lengths(engine)] in ([], [13])  # where only one prompt is odd
     Engine(folder).send(step())
     engine.spoil()
     assert engine.receive(odd) == (None, False)
@@ -232,7 +209,7 @@ def test_a_prompt_beyond_the_memory_allowed_is_not_sent(folder: Path) -> None:
     model_folder(elsewhere)
     bounded = Engine(elsewhere, blocks=400, settings=small)
     bounded.send(long)
-    assert [read_header(p.read_bytes()).claim.token_end for p in bounded.payloads()] == [2]
+    assert [*lengths(bounded)] == [2]
 
 
 def test_a_rank_that_lost_the_others_asks_them_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,16 +12,20 @@ from objkv.codec.payload import CODECS
 from objkv.config import load_config
 from objkv.connector.handoff import Agreement, read_handoff_identity
 from objkv.errors import ConfigError
-from tests.connector.handoff.model import (
+from tests.connector.handoff.world import (
     BLOCK,
     LAYERS,
+    PROMPTS,
+    Engine,
     Shape,
+    bits,
     engine_config,
     model_folder,
     prompts,
+    same,
     slots_of,
+    step,
 )
-from tests.connector.handoff.world import PROMPTS, Engine, bits, same, step
 
 SHAPES = {
     "float32": (Shape(), None),

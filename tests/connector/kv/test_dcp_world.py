@@ -9,6 +9,8 @@ import random
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 
@@ -55,17 +57,10 @@ SPREAD = {
 IN_PAIRS = replace(LATENT, tp_size=2, dcp_size=2, dcp_interleave=2)
 
 
-class _Canonical:
-    """A platform on which each token's content is contiguous, unlike vLLM's CPU backend."""
-
-    def is_cpu(self) -> bool:
-        return False
-
-
 @pytest.fixture(autouse=True, scope="module")
 def _canonical() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(identity, "current_platform", _Canonical())
+    """On this platform each token's content is contiguous, unlike in vLLM's CPU backend."""
+    with patch.object(identity, "current_platform", SimpleNamespace(is_cpu=lambda: False)):
         yield
 
 

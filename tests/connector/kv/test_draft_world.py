@@ -16,11 +16,8 @@ from objkv.cache.match import ends_within, needed_from
 from objkv.connector.kv.planning import (
     Computed,
     StoredPayloads,
-    draft_blocks_to_zero,
-    load_moves,
     save_moves,
 )
-from objkv.connector.kv.scheduler import matched_end, stored_draft_end
 from objkv.connector.model.groups import DraftGroups, Geometry
 from objkv.index.base import ShardRecord
 from objkv.keys.identity import GroupIdentity
@@ -113,18 +110,18 @@ def load(store: Store, shape: Geometry, tokens: list[int], local: int) -> tuple[
     payloads = StoredPayloads(shape)
     if shape.windowed:
         records = records[: (len(tokens) - 1) // CHUNK]
-    end = min(matched_end(shape, payloads, records), len(tokens))
+    end = min(payloads.matched_end(records), len(tokens))
     if end <= local:
         return local, local
     span = (local, end)
-    draft_end = stored_draft_end(shape, payloads, records, span)
+    draft_end = payloads.stored_draft_end(records, span)
     count = -(-len(tokens) // BLOCK)
     blocks = [[1000 * table + b + 1 for b in range(count)] for table in range(shape.table_count)]
     for g, identity in enumerate(shape.groups):
         if identity.kind == "sliding_window":  # vLLM gives these null blocks
             for b in range(needed_from(identity, end) // BLOCK):
                 blocks[shape.table(g)][b] = 0
-    moves, _ = load_moves(shape, payloads, chain, records, blocks, span, draft_end)
+    moves, _ = payloads.load_moves(chain, records, blocks, span, draft_end)
     filled: dict[tuple[int, int], Any] = {}
     for one in unpacked(moves):
         g = shape.position(one.move.group)
@@ -133,7 +130,7 @@ def load(store: Store, shape: Geometry, tokens: list[int], local: int) -> tuple[
         for i, block in enumerate(one.move.block_ids):
             assert (g, block) not in filled
             filled[g, block] = payload[one.move.first_block + i]
-    for blank in draft_blocks_to_zero(shape, blocks, (draft_end, end)):
+    for blank in payloads.draft_blocks_to_zero(blocks, (draft_end, end)):
         at = shape.position(blank.group)
         assert at is not None
         for block in blank.block_ids:

@@ -93,14 +93,12 @@ class World:
         return tracked if request_id == self.request.request_id else None
 
     def save(self, *chunks: int) -> None:
-        """A step plans to save these chunks."""
         groups = range(len(self.geometry.groups))
         moves = [SaveMove(move(chunk, group), "", None) for chunk in chunks for group in groups]
         plan = SavePlan(self.request.request_id, NAMESPACE, tuple(moves))
         self.log.planned(StepPlan(saves=(plan,)), self._find)
 
     def load(self, *chunks: int, sync: bool = False) -> None:
-        """A step plans to load these chunks."""
         groups = range(len(self.geometry.groups))
         moves = [move(chunk, group) for chunk in chunks for group in groups]
         loads = packed(LoadMove(one, None) for one in moves)
@@ -115,11 +113,9 @@ class World:
         self.log.update(report, [load.plan.request_id for load in ended])
 
     def stored(self, chunk: int, *fields: str) -> None:
-        """Workers announced these payloads."""
         self.report(stored={(NAMESPACE, prefix_hash(chunk), field) for field in fields})
 
     def save_whole(self, *chunks: int) -> None:
-        """Save chunks of ``ONE``."""
         self.save(*chunks)
         for chunk in chunks:
             self.stored(chunk, "0")
@@ -139,7 +135,6 @@ class World:
         return events
 
     def blocks(self, chunk: int, group: int) -> set[tuple[int, Any]]:
-        """The blocks that a group's payloads of a chunk hold."""
         identity, known = self.geometry.groups[group], shown(self.request)
         size = identity.block_size
         start = chunk * CHUNK if identity.window is None else (chunk + 1) * CHUNK - identity.window

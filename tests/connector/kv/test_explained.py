@@ -60,7 +60,6 @@ class Place:
 
 
 def run(place: Place, *words: str, tokens: list[int]) -> Any:
-    """What a command prints."""
     settings = {"agent": "private"} | place.urls | place.settings
     environ = {f"OBJKV_{name.upper()}": str(value) for name, value in settings.items()}
     ran = CliRunner().invoke(app, list(words), input=json.dumps(tokens), env=environ)
@@ -68,19 +67,11 @@ def run(place: Place, *words: str, tokens: list[int]) -> Any:
     return json.loads(ran.stdout)
 
 
-def payload_deleted(place: Place) -> None:
-    place.payloads[1].unlink()
-
-
 def header_broken(place: Place) -> None:
     payload = place.payloads[1]
     content = bytearray(payload.read_bytes())
     content[200] ^= 1
     payload.write_bytes(content)
-
-
-def record_lost(place: Place) -> None:
-    place.drop_record(1)
 
 
 def chunk_swept(place: Place) -> None:
@@ -95,10 +86,6 @@ def last_quarantined(place: Place) -> None:
     target = place.folder / "chunks/quarantine" / payload.relative_to(place.folder / "chunks")
     target.parent.mkdir(parents=True)
     payload.rename(target)
-
-
-def switched_off(place: Place) -> None:
-    run(place, "admission", "never", "--json", tokens=[])
 
 
 @pytest.fixture(scope="module")
@@ -141,12 +128,15 @@ def compared(place: Place, engine: ShakenEngine, url: str) -> tuple[Any, int]:
         ({"tokens": KEPT[:CHUNK] + prompt(2)[CHUNK:]}, "diverged", 1, "1 other prompt continues"),
         ({"salt": "acme"}, "other_extras", 0, "without the cache_salt"),
         ({"weights_epoch": 7}, "elsewhere", 0, "weights_epoch"),
-        (payload_deleted, "missing", 1, "not in the bulk store"),
+        (lambda place: place.payloads[1].unlink(), "missing", 1, "not in the bulk store"),
         (header_broken, "corrupt", 1, "replicas refuse it"),
-        (record_lost, "orphan", 1, "has no record"),
+        (lambda place: place.drop_record(1), "orphan", 1, "has no record"),
         (chunk_swept, "gone", 1, "later chunks of this prompt are stored"),
         (last_quarantined, "quarantined", 2, "is quarantined"),
-        (switched_off, "switched_off", 0, "nothing is loaded now"),
+        (
+            lambda place: run(place, "admission", "never", "--json", tokens=[]),
+            *("switched_off", 0, "nothing is loaded now"),
+        ),
     ],
 )
 def test_a_replica_loads_what_is_explained(
@@ -191,7 +181,7 @@ def test_what_is_in_memory_is_served_although_the_bucket_lost_it(place: Place) -
         assert engine.agent is not None
         engine.answer(KEPT)
         engine.forget()
-        payload_deleted(place)
+        place.payloads[1].unlink()
         why, loaded = compared(place, engine, engine.agent.url)
     assert (why["cause"], why["served_tokens"], loaded) == ("nothing", *2 * [STORED_TOKENS])
 

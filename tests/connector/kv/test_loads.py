@@ -45,12 +45,20 @@ class Notes:
 
 
 class TimedLoads:
-    """Loads of a replica, and their times."""
+    """Loads and steps of a replica, and their times."""
 
-    def __init__(self, notes: Notes, *, tp_size: int = 1, nodes: int = 1, **clocks: Any) -> None:
+    def __init__(
+        self, limit: int = 10**6, *, tp_size: int = 1, nodes: int = 1, **clocks: Any
+    ) -> None:
         geometry = Geometry((GROUP,), 64, block_tokens=16, tp_size=tp_size, nodes=nodes)
-        admission, payloads = cast("AdmissionPolicy", notes), StoredPayloads(geometry)
-        self.timing = Timing(admission, geometry, steps_in_flight=2, payloads=payloads, **clocks)
+        self.notes, self.clock = Notes(limit), ManualClock()
+        self.timing = Timing(
+            cast("AdmissionPolicy", self.notes),
+            StoredPayloads(geometry),
+            steps_in_flight=2,
+            clock=self.clock,
+            **clocks,
+        )
         self.loads = PromisedLoads(16, 1.0)
 
     def planned(self, *plans: tuple[LoadPlan, Sequence[ShardRecord]], tokens: int = 64) -> None:
@@ -64,20 +72,19 @@ class TimedLoads:
         ended = self.loads.ended(StepReport(**report), received)
         return [saved for load in ended if (saved := self.timing.loaded(load)) is not None]
 
+    def run(self, scheduled: list[int], seconds: float, *, waits: bool = False) -> None:
+        """One step with nothing before it."""
+        self.timing.step_planned(scheduled, waits=waits)
+        self.clock.advance(seconds)
+        self.timing.step_ended()
+
+    def assert_steps(self, *steps: tuple[int, float]) -> None:
+        assert self.notes.steps == [(tokens, pytest.approx(seconds)) for tokens, seconds in steps]
+
 
 @pytest.fixture
-def notes() -> Notes:
-    return Notes()
-
-
-@pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
-
-
-@pytest.fixture
-def timing(notes: Notes, clock: ManualClock) -> Timing:
-    return TimedLoads(notes, clock=clock).timing
+def world() -> TimedLoads:
+    return TimedLoads()
 
 
 def plan(
@@ -89,41 +96,33 @@ def plan(
     return LoadPlan(request_id, "n" * 32, moves, sync), records
 
 
-def run(timing: Timing, clock: ManualClock, scheduled: list[int], seconds: float) -> None:
-    """One step with nothing before it."""
-    timing.step_planned(scheduled, waits=False)
-    clock.advance(seconds)
-    timing.step_ended()
-
-
 def test_a_step_takes_from_its_plan_or_the_end_of_the_one_before_to_its_result(
-    notes: Notes, clock: ManualClock, timing: Timing
+    world: TimedLoads,
 ) -> None:
-    run(timing, clock, [512], 0.5)
-    clock.advance(60)  # idle: nobody's
-    timing.step_planned([512], waits=False)
-    clock.advance(0.1)
-    timing.step_planned([256], waits=False)
-    clock.advance(0.4)
-    timing.step_ended()
-    clock.advance(0.2)
-    timing.step_ended()
-    assert notes.steps == [(n, pytest.approx(t)) for n, t in ((512, 0.5), (512, 0.5), (256, 0.2))]
+    world.run([512], 0.5)
+    world.clock.advance(60)  # idle: nobody's
+    world.timing.step_planned([512], waits=False)
+    world.clock.advance(0.1)
+    world.timing.step_planned([256], waits=False)
+    for seconds in (0.4, 0.2):
+        world.clock.advance(seconds)
+        world.timing.step_ended()
+    world.assert_steps((512, 0.5), (512, 0.5), (256, 0.2))
 
 
-def test_a_load_is_told_for_the_tier_that_all_of_it_came_from(notes: Notes) -> None:
+def test_a_load_is_told_for_the_tier_that_all_of_it_came_from(world: TimedLoads) -> None:
     """One from both tells of bulk with the bytes from there: where every prompt begins with the
     same hot chunks, nothing else ever would."""
-    world, load = TimedLoads(notes), LoadTime(1.0, 0.5)
+    load = LoadTime(1.0, 0.5)
     world.planned(plan("hot", HOT, HOT), plan("cold", COLD), plan("both", HOT, COLD, HOT, HOT))
     names = ("hot", "cold", "nobody")
     world.told(*names, loaded=dict.fromkeys(names, load))
     world.told("hot", "both", loaded=dict.fromkeys(["hot", "both"], load))
-    assert notes.loads == [("hot", 200, load), ("bulk", 100, load), ("bulk", 100, load)]
+    assert world.notes.loads == [("hot", 200, load), ("bulk", 100, load), ("bulk", 100, load)]
 
 
-def test_a_load_is_credited_with_the_computing_that_it_replaced(notes: Notes) -> None:
-    world = TimedLoads(notes, tp_size=2, wall=lambda: 1_795_300_000.0)
+def test_a_load_is_credited_with_the_computing_that_it_replaced() -> None:
+    world = TimedLoads(tp_size=2, wall=lambda: 1_795_300_000.0)
 
     def saved(request_id: str, tokens: int, *, sync: bool = False) -> list[Savings]:
         world.planned(plan(request_id, COLD, sync=sync), tokens=tokens)
@@ -133,7 +132,7 @@ def test_a_load_is_credited_with_the_computing_that_it_replaced(notes: Notes) ->
 
     name, month = "n" * 32, "2026-11"
     assert saved("unmeasured", 48) == [Savings(name, month, loads=1, tokens=48)]
-    notes.seconds_per_token = 0.01
+    world.notes.seconds_per_token = 0.01
     assert saved("between", 64) == [
         Savings(name, month, 1, 64, 64, compute_gpu_us=1_280_000, load_gpu_us=500_000)
     ]
@@ -144,47 +143,39 @@ def test_a_load_is_credited_with_the_computing_that_it_replaced(notes: Notes) ->
     assert world.told(failed={"failed"}) + world.told("failed") == []
 
 
-def test_a_step_that_mostly_generates_says_nothing_of_prompts(
-    notes: Notes, clock: ManualClock, timing: Timing
-) -> None:
+def test_a_step_that_mostly_generates_says_nothing_of_prompts(world: TimedLoads) -> None:
     """Each of its tokens takes as long as a hundred of a prompt."""
     for scheduled in ([1] * 256, [1] * 256 + [100], [1] * 256 + [2_000]):
-        run(timing, clock, scheduled, 0.1)
-    assert notes.steps == [(tokens, pytest.approx(0.1)) for tokens in (0, 0, 2_000)]
+        world.run(scheduled, 0.1)
+    world.assert_steps((0, 0.1), (0, 0.1), (2_000, 0.1))
 
 
-def test_a_step_that_waited_for_loads_says_nothing_of_computing(
-    notes: Notes, clock: ManualClock, timing: Timing
-) -> None:
+def test_a_step_that_waited_for_loads_says_nothing_of_computing(world: TimedLoads) -> None:
     """A slow store would make computing look slow, and so keep itself in use."""
-    for seconds, sync in ((5, True), (0.1, False)):
-        timing.step_planned([512], waits=sync)
-        clock.advance(seconds)
-        timing.step_ended()
-    assert notes.steps == [(0, pytest.approx(5)), (512, pytest.approx(0.1))]
+    for seconds, waits in ((5, True), (0.1, False)):
+        world.run([512], seconds, waits=waits)
+    world.assert_steps((0, 5), (512, 0.1))
 
 
-def test_a_load_that_failed_or_whose_request_ended_teaches_nothing(notes: Notes) -> None:
-    world, load = TimedLoads(notes), LoadTime(1.0, 0.5)
+def test_a_load_that_failed_or_whose_request_ended_teaches_nothing(world: TimedLoads) -> None:
+    load = LoadTime(1.0, 0.5)
     world.planned(plan("failed", COLD), plan("ended", COLD))
     world.loads.request_ended("ended")
     world.told(failed={"failed"})
     world.told("failed", "ended", loaded={"failed": load, "ended": load})
-    assert notes.loads == []
+    assert world.notes.loads == []
 
 
-def test_a_worker_that_ends_its_part_in_an_earlier_step_does_not_speak_for_the_slower_ones(
-    notes: Notes,
-) -> None:
-    world = TimedLoads(notes, tp_size=2)
+def test_a_worker_that_ends_its_part_in_an_earlier_step_does_not_speak_for_the_slower() -> None:
+    world = TimedLoads(tp_size=2)
     world.planned(plan("r", COLD))
     quick, slow = LoadTime(1.0, 0.5), LoadTime(2.0, 0.1)
     for time in (quick, slow, quick):
         world.told(loaded={"r": time})
-    assert notes.loads == []
+    assert world.notes.loads == []
     world.told("r")
     world.told("r")
-    assert notes.loads == [("bulk", 100, slow)]
+    assert world.notes.loads == [("bulk", 100, slow)]
 
 
 @pytest.mark.parametrize(
@@ -202,15 +193,15 @@ def test_a_worker_that_ends_its_part_in_an_earlier_step_does_not_speak_for_the_s
 def test_a_load_ends_at_the_end_of_a_chunk_or_of_the_match(
     limit: int, computed: int, end: int, expected: int
 ) -> None:
-    timing = TimedLoads(notes := Notes(limit)).timing
+    world = TimedLoads(limit)
     found = [{"0": COLD}] * 4 + [None]
-    assert timing.admit(found, computed, end, waiting=3) == expected
-    assert sum(chunk.tokens for chunk in notes.asked) == end - computed
-    assert notes.waiting == 3
+    assert world.timing.admit(found, computed, end, waiting=3) == expected
+    assert sum(chunk.tokens for chunk in world.notes.asked) == end - computed
+    assert world.notes.waiting == 3
 
 
-def test_all_payloads_of_a_chunk_count_and_one_that_is_cold_makes_it_bulk(notes: Notes) -> None:
-    timing = TimedLoads(notes, tp_size=2, nodes=2).timing
+def test_all_payloads_of_a_chunk_count_and_one_that_is_cold_makes_it_bulk() -> None:
+    world = TimedLoads(tp_size=2, nodes=2)
     for other, tier in ((HOT, "hot"), (COLD, "bulk")):
-        timing.admit([{"0.L0-1_H0-1": HOT, "0.L0-1_H1-2": other}], 0, 64)
-        assert notes.asked == [ChunkSize(200, 64, cast("Tier", tier))]
+        world.timing.admit([{"0.L0-1_H0-1": HOT, "0.L0-1_H1-2": other}], 0, 64)
+        assert world.notes.asked == [ChunkSize(200, 64, cast("Tier", tier))]

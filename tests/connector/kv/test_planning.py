@@ -14,8 +14,6 @@ from objkv.cache.lookup import OtherShapesIndex, Records
 from objkv.connector.kv.planning import (
     Computed,
     StoredPayloads,
-    load_moves,
-    matched_end,
     save_moves,
     states_after,
 )
@@ -57,7 +55,7 @@ def test_a_division_of_its_own_is_all_that_some_read() -> None:
     assert odd.reads(0, TokenPart(1, 2, 16))
     assert not any(odd.reads(0, tokens) for tokens in (ALL_TOKENS, TokenPart(0, 2)))
     payloads, found = found_by(odd, "0.L0-1_H0-1_T0of2", "0.L0-1_H0-1_T1of2")
-    assert matched_end(odd, payloads, found) == 0
+    assert payloads.matched_end(found) == 0
     assert replace(odd, dcp_interleave=1).reads(0, TokenPart(0, 4))
 
 
@@ -233,7 +231,8 @@ def test_a_load_fills_exactly_the_blocks_of_its_tokens(data: st.DataObject) -> N
     start = data.draw(st.integers(0, CHUNKS * PER_CHUNK - 1)) * BLOCK
     end = data.draw(st.integers(start // BLOCK + 1, CHUNKS * PER_CHUNK)) * BLOCK
     shape, known = geometry(FULL), [{"0": SHARD}] * CHUNKS
-    loads, _ = load_moves(shape, StoredPayloads(shape), chain(), known, [TABLE], (start, end), end)
+    payloads = StoredPayloads(shape)
+    loads, _ = payloads.load_moves(chain(), known, [TABLE], (start, end), end)
     moves = [load.move for load in unpacked(loads)]
     assert [i for move in moves for i in move.block_ids] == TABLE[start // BLOCK : end // BLOCK]
     for move in moves:

@@ -1,17 +1,14 @@
 """What is followed of a request: its hashes, computed in the background, and its chunks."""
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import replace
 from threading import get_ident
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
-from objkv.cache.lookup import LookupLimits, LookupService
-from objkv.connector.kv.planning import StoredPayloads
 from objkv.connector.kv.requests import (
     NO_LIMITS,
     LimitReader,
@@ -20,14 +17,12 @@ from objkv.connector.kv.requests import (
     TrackedRequest,
 )
 from objkv.connector.kv.scheduler import SchedulerSide
-from objkv.index.base import ChunkEntry
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.telemetry import MemoryRecorder
-from tests.contracts.clock import ManualClock
 from tests.contracts.memory_index import MemoryIndex
 from tests.support.sides import (
-    FIELD,
     GEOMETRY,
+    IDENTITY,
     RECORD,
     SIZE,
     Jobs,
@@ -37,9 +32,9 @@ from tests.support.sides import (
     scheduler_side,
     step,
 )
-from tests.support.waiting import PATIENCE_S, wait_until
+from tests.support.waiting import wait_until
 
-NAMESPACE = "0" * 32
+NAMESPACE = IDENTITY.namespace()
 TOKENS = list(range(100 * SIZE + 5))
 WHOLE = prefix_hashes(NAMESPACE, TOKENS, SIZE)
 
@@ -126,31 +121,10 @@ def test_what_cannot_be_computed_is_not_tried_again() -> None:
 
 
 @pytest.fixture
-def index() -> MemoryIndex:
-    index = MemoryIndex()
-    for chunk in range(2):
-        entry = ChunkEntry(NAMESPACE, WHOLE[chunk], b"p" * 20, 0, SIZE)
-        index.publish(entry, {FIELD: RECORD}, ttl_s=3600)
-    return index
-
-
-@pytest.fixture
-def lookups(index: MemoryIndex) -> Iterator[LookupService]:
-    limits = LookupLimits(PATIENCE_S, queue_max=8)
-    service = LookupService(index, [FIELD], MemoryRecorder(), limits)
-    yield service
-    service.close()
-
-
-def tracker_of(lookups: LookupService) -> RequestTracker:
-    return RequestTracker(
-        GEOMETRY, lookups, MemoryRecorder(), StoredPayloads(GEOMETRY), prefetch=lambda *_: 0
-    )
-
-
-@pytest.fixture
-def tracker(lookups: LookupService) -> RequestTracker:
-    return tracker_of(lookups)
+def tracker() -> RequestTracker:
+    """Of a replica whose stores have two chunks of ``TOKENS``."""
+    publish_prompt(index := MemoryIndex(), TOKENS[: 2 * SIZE])
+    return scheduler_side(index).requests
 
 
 def looked_up(tracker: RequestTracker, one: Any) -> TrackedRequest:
@@ -180,14 +154,13 @@ def test_nothing_is_hashed_on_the_thread_that_follows_requests(
 
 
 def test_chunks_that_are_stored_are_not_due_and_those_without_hashes_wait(
-    tracker: RequestTracker, lookups: LookupService
+    tracker: RequestTracker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     jobs = Jobs()
     tracked = looked_up(tracker, request(TOKENS[: 2 * SIZE]))
     assert tracker.due(tracked, 2) == []
     tracked.request.all_token_ids += TOKENS[2 * SIZE : 50 * SIZE]
-    submit: Any = jobs.submit
-    lookups.submit = submit  # type: ignore[method-assign]
+    monkeypatch.setattr(tracker._lookups, "submit", jobs.submit)
     assert tracker.due(tracked, 50) == []
     jobs.run()
     assert tracker.due(tracked, 50) == list(range(2, 50))
@@ -212,18 +185,17 @@ def test_what_may_change_while_it_runs_is_left_alone(
     assert told == ("resumable" in more)
 
 
-def test_a_request_waits_for_an_adapter_no_longer_than_for_a_lookup() -> None:
+def test_a_request_waits_for_an_adapter_no_longer_than_for_a_lookup(
+    tracker: RequestTracker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its folder may hang, or be large."""
-    clock, limits = ManualClock(), LookupLimits(0.5, queue_max=8)
-    lookups = LookupService(MemoryIndex(), [FIELD], MemoryRecorder(), limits, clock=clock)
-    cast("Any", lookups).submit = lambda _job: True
-    tracker = tracker_of(lookups)
+    monkeypatch.setattr(tracker._lookups, "submit", lambda _job: True)
     tracked = tracker.add(request(lora_request=adapter()), NAMESPACE)
     assert tracker.records(tracked) is None
-    clock.advance(0.6)
+    assert tracked.deadline <= tracker._lookups.deadline()
+    monkeypatch.setattr(tracker._lookups, "is_late", lambda deadline: deadline == tracked.deadline)
     assert tracker.records(tracked) == ()
     assert tracked.may_save
-    lookups.close()
 
 
 def test_after_many_drops_a_step_tries_few_chunks_again(tracker: RequestTracker) -> None:

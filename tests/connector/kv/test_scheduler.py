@@ -49,43 +49,31 @@ def planned(loads: PromisedLoads, *plans: LoadPlan) -> None:
     loads.send()
 
 
-def in_vain(clock: ManualClock) -> PromisedLoads:
-    """Of a replica whose forward pass waited in vain."""
-    loads = PromisedLoads(SIZE, BOUND_S, clock=clock)
-    planned(loads, WITHIN, BETWEEN)
-    loads.ended(StepReport(failed={"w", "b"}), ["b"])
-    assert not loads.may_sync
-    return loads
+IN_VAIN, GOOD = (0, StepReport(failed={"w", "b"}), {"b"}), StepReport()
 
 
 @pytest.mark.parametrize(
-    ("seconds", "failed", "opens"),
-    [(BOUND_S / 2, False, True), (BOUND_S, False, False), (0, True, False)],
-)
-def test_after_a_load_for_which_a_step_would_have_waited_steps_wait_again(
-    seconds: float, failed: bool, opens: bool
-) -> None:
-    loads = in_vain(clock := ManualClock())
-    planned(loads, BETWEEN)
-    clock.advance(seconds)
-    loads.ended(StepReport(failed={"b"} if failed else set()), ["b"])
-    assert loads.may_sync is opens
-
-
-@pytest.mark.parametrize(
-    "reports",
+    ("reports", "may_wait"),
     [
-        [StepReport(failed={"w"}, rejected={("0" * 32, b"h" * 20)})],  # a payload was refused
-        [StepReport(failed={"b"}), StepReport(failed={"w"})],  # only its own request waited
+        ([IN_VAIN], False),
+        ([IN_VAIN, (BOUND_S / 2, GOOD, {"b"})], True),
+        ([IN_VAIN, (BOUND_S, GOOD, {"b"})], False),
+        ([IN_VAIN, (0, StepReport(failed={"b"}), {"b"})], False),
+        ([(0, StepReport(failed={"w"}, rejected={("0" * 32, b"h" * 20)}), ())], True),  # refused
+        # Only its own request waited.
+        ([(0, StepReport(failed={"b"}), ()), (0, StepReport(failed={"w"}), ())], True),
     ],
 )
-def test_only_after_a_step_that_waited_in_vain_no_step_waits(reports: list[StepReport]) -> None:
-    loads = PromisedLoads(SIZE, BOUND_S)
+def test_after_a_step_that_waited_in_vain_none_waits_until_it_would_have_been_in_time(
+    reports: list[tuple[float, StepReport, set[str]]], may_wait: bool
+) -> None:
+    loads = PromisedLoads(SIZE, BOUND_S, clock=(clock := ManualClock()))
     planned(loads, WITHIN, BETWEEN)
-    for report in reports:
-        loads.ended(report, ())
-        planned(loads)
-    assert loads.may_sync
+    for seconds, report, received in reports:
+        clock.advance(seconds)
+        loads.ended(report, received)
+        planned(loads, BETWEEN)
+    assert loads.may_sync is may_wait
 
 
 def loads_between_steps(side: SchedulerSide, name: str) -> bool:
@@ -185,11 +173,6 @@ def load(chunk: int, *, hot: bool, group: int = 0) -> tuple[LoadMove, ShardRecor
     return LoadMove(move, None), record
 
 
-@pytest.fixture
-def recorder() -> MemoryRecorder:
-    return MemoryRecorder()
-
-
 HIT = {"queries": 1, "query_tokens": 70, "hits": 1, "hit_tokens": 64, "hit_bulk_tokens": 64}
 MISS = {"queries": 1, "query_tokens": 70}
 
@@ -207,12 +190,10 @@ MISS = {"queries": 1, "query_tokens": 70}
     ids=["hit", "miss", "computes all", "session", "producer", "admission"],
 )
 def test_queries_are_the_requests_that_may_load(
-    recorder: MemoryRecorder,
-    asked: dict[str, Any],
-    settings: dict[str, Any],
-    expected: dict[str, float],
+    asked: dict[str, Any], settings: dict[str, Any], expected: dict[str, float]
 ) -> None:
     publish_prompt(index := MemoryIndex(), [7] * 70)
+    recorder = MemoryRecorder()
     side = scheduler_side(index, recorder=recorder, load_mode="async", **settings)
     one = request(**({"tokens": [7] * 70} | asked))
     tokens, _ = ask(side, one)
@@ -223,8 +204,8 @@ def test_queries_are_the_requests_that_may_load(
     assert {name: found[name] for name in names if found.get(name)} == expected
 
 
-def test_a_request_that_was_preempted_is_a_query_again(recorder: MemoryRecorder) -> None:
-    side = scheduler_side(recorder=recorder)
+def test_a_request_that_was_preempted_is_a_query_again() -> None:
+    side = scheduler_side(recorder=(recorder := MemoryRecorder()))
     ask(side, one := request(300))
     for computed in (0, 128):
         side.match(one, computed)
@@ -243,9 +224,9 @@ def test_a_request_that_was_preempted_is_a_query_again(recorder: MemoryRecorder)
     ],
 )
 def test_tokens_to_load_are_hot_or_in_bulk_and_nothing_else(
-    recorder: MemoryRecorder, moves: Any, span: tuple[int, int], hot: int, bulk: int
+    moves: Any, span: tuple[int, int], hot: int, bulk: int
 ) -> None:
-    some, records = zip(*moves, strict=True)
+    (some, records), recorder = zip(*moves, strict=True), MemoryRecorder()
     count_load(recorder, packed(some), records, span, span[1] - 5)
     assert recorder.drain() == {
         "hits": 1,
@@ -357,16 +338,17 @@ def test_a_replica_that_only_saves_waits_for_hashes_and_for_no_index() -> None:
 
 
 class Waits:
-    """Notes how long each wait for a lookup may take, and lets the clock pass."""
+    """A replica whose lookups hang. Notes how long each wait for one may take, and lets the clock
+    pass."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, side: SchedulerSide) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        publish_prompt(index := HangingIndex(), [7] * 70)
+        self.side, self.gate, self._clock = open_side(index), index.gate, ManualClock()
         self.allowed_s: list[float] = []
         self.taken_s = 0.0
         self.then: Any = lambda: None
-        self._clock = ManualClock()
-        self._side = side
         monkeypatch.setattr(module, "monotonic", self._clock)
-        monkeypatch.setattr(side.lookups, "wait_for", self._wait_for)
+        monkeypatch.setattr(self.side.lookups, "wait_for", self._wait_for)
 
     def _wait_for(self, _name: str, seconds: float) -> bool:
         self.allowed_s.append(seconds)
@@ -374,39 +356,35 @@ class Waits:
         self.then()
         return True
 
+    def track(self, name: str = "r") -> Any:
+        self.side.track(one := request(70, name))
+        return one
+
+    def run_another(self, *, in_flight: bool) -> None:
+        """A request that generates. Its step may be over."""
+        self.side.track(request(name="running", num_computed_tokens=64))
+        self.side.plan_step(step({"running": 1}, [1]))
+        if not in_flight:
+            self.side.end_step()
+
 
 @pytest.fixture
-def hanging() -> Iterator[tuple[SchedulerSide, HangingIndex]]:
-    publish_prompt(index := HangingIndex(), [7] * 70)
-    side = open_side(index)
-    yield side, index
-    index.gate.set()
+def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
+    yield (made := Waits(monkeypatch))
+    made.gate.set()
 
 
-def run_another(side: SchedulerSide, *, in_flight: bool) -> None:
-    """A request that generates. Its step may be over."""
-    other = request(name="running", num_computed_tokens=64)
-    side.track(other)
-    side.plan_step(step({"running": 1}, [1]))
-    if not in_flight:
-        side.end_step()
-
-
-def test_a_lookup_that_comes_in_time_is_used_in_the_same_pass(
-    hanging: tuple[SchedulerSide, HangingIndex], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lookup_that_comes_in_time_is_used_in_the_same_pass(waits: Waits) -> None:
     """In the next one the request would have lost a whole step."""
-    side, index = hanging
-    run_another(side, in_flight=True)
-    waits = Waits(monkeypatch, side)
-    side.track(one := request(70))
+    waits.run_another(in_flight=True)
+    one = waits.track()
 
     def answer() -> None:
-        index.gate.set()
-        wait_until(lambda: side._match(one, 0)[0] is not None)
+        waits.gate.set()
+        wait_until(lambda: waits.side._match(one, 0)[0] is not None)
 
     waits.then = answer
-    assert side.match(one, 0) == (64, True)
+    assert waits.side.match(one, 0) == (64, True)
     assert waits.allowed_s == [module._MATCH_WAIT_S]
 
 
@@ -415,38 +393,26 @@ def test_a_lookup_that_comes_in_time_is_used_in_the_same_pass(
     [(True, True, True), (True, False, False), (False, False, True)],
 )
 def test_a_lookup_is_awaited_only_while_nobody_else_waits(
-    hanging: tuple[SchedulerSide, HangingIndex],
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    running: bool,
-    in_flight: bool,
-    awaited: bool,
+    waits: Waits, *, running: bool, in_flight: bool, awaited: bool
 ) -> None:
     """While the device computes, or if no request runs at all."""
-    side, _ = hanging
     if running:
-        run_another(side, in_flight=in_flight)
-    waits = Waits(monkeypatch, side)
-    side.track(one := request(70))
-    assert side.match(one, 0) == (None, False)
+        waits.run_another(in_flight=in_flight)
+    assert waits.side.match(waits.track(), 0) == (None, False)
     assert bool(waits.allowed_s) is awaited
 
 
 def test_a_request_is_awaited_once_and_all_of_a_pass_together_for_a_bounded_time(
-    hanging: tuple[SchedulerSide, HangingIndex], monkeypatch: pytest.MonkeyPatch
+    waits: Waits,
 ) -> None:
-    side, _ = hanging
-    waits = Waits(monkeypatch, side)
     waits.taken_s = 0.75 * module._MATCH_WAIT_S
-    burst = [request(70, name) for name in "abcd"]
-    for one in burst:
-        side.track(one)
+    burst = [waits.track(name) for name in "abcd"]
     for one in burst[:3] * 2:
-        side.match(one, 0)
+        waits.side.match(one, 0)
     assert waits.allowed_s == [pytest.approx(share * 1e-3, rel=0.01) for share in (1, 0.25)]
-    side.plan_step(step({}, ()))
+    waits.side.plan_step(step({}, ()))
     for one in burst:
-        side.match(one, 0)
+        waits.side.match(one, 0)
     assert waits.allowed_s[2:] == [module._MATCH_WAIT_S]
 
 
@@ -473,7 +439,7 @@ def test_a_load_that_cannot_be_planned_is_reported_as_lost(
     """vLLM has allocated its blocks and relies on them, or waits for their load for ever."""
     one = loaded(stored)
     between = stored.match(one, 0)[1]
-    monkeypatch.setattr(f"{module.__name__}.load_moves", lambda *_: 1 / 0)
+    breaks(monkeypatch, stored.requests.payloads, "load_moves")
     breaks(monkeypatch, stored, broken)
     stored.plan_load(one, [[5, 6, 9]], 64)
     plan = stored.plan_step(step({}, (), sync_loads=not between))

@@ -53,12 +53,6 @@ def without_its_payload(
     return worker_side(store, index, group=group, **more), plan
 
 
-@pytest.fixture
-def spoilt() -> tuple[WorkerSide, LoadPlan]:
-    """The same, of a load within the step."""
-    return without_its_payload(sync=True)
-
-
 def told(worker: WorkerSide) -> StepReport:
     report = worker.take_report()
     assert report is not None
@@ -73,11 +67,9 @@ def save_of(chunk_of: LoadPlan) -> SavePlan:
 
 
 @pytest.mark.parametrize("speculating", [False, True])
-def test_a_load_that_failed_within_a_step_is_told_in_that_step(
-    spoilt: tuple[WorkerSide, LoadPlan], *, speculating: bool
-) -> None:
+def test_a_load_that_failed_within_a_step_is_told_in_that_step(*, speculating: bool) -> None:
     """With speculation vLLM asks for results before it ends the step."""
-    worker, load = spoilt
+    worker, load = without_its_payload(sync=True)
     plan = StepPlan((load,), (save_of(load),))
     worker.start_loads(plan)
     for layer in GROUP.layers:
@@ -94,9 +86,9 @@ def test_a_load_that_failed_within_a_step_is_told_in_that_step(
 
 
 def test_a_step_with_nothing_to_compute_waits_for_loads_and_no_other_step_does(
-    spoilt: tuple[WorkerSide, LoadPlan], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    worker, _ = spoilt
+    worker = worker_side(*stores())
     waited: list[float] = []
     monkeypatch.setattr(worker.loader, "wait_over", waited.append)
     worker.results(StepPlan(), set())
@@ -106,9 +98,9 @@ def test_a_step_with_nothing_to_compute_waits_for_loads_and_no_other_step_does(
 
 
 def test_the_end_of_a_forked_process_stops_nothing_of_its_parent(
-    spoilt: tuple[WorkerSide, LoadPlan], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    worker, load = spoilt
+    worker, load = without_its_payload(sync=True)
     with monkeypatch.context() as forked:
         forked.setattr(worker_module, "getpid", lambda: -1)
         worker.close()
@@ -180,37 +172,32 @@ def test_blank_blocks_are_zeroed_unless_the_cache_may_be_unmapped(*, closed: boo
     assert zeroed == (set() if closed else {20, 22})
 
 
-@pytest.mark.parametrize("group", [GROUP, WINDOW])
-@pytest.mark.parametrize("blocks", [frozenset({9, 10}), frozenset()])
+@pytest.mark.parametrize(
+    ("group", "sync", "blocks", "whole"),
+    [
+        (GROUP, False, {9, 10}, False),
+        (GROUP, False, set(), True),
+        (WINDOW, False, {9, 10}, True),
+        (GROUP, True, {9}, False),
+    ],
+)
 def test_a_load_that_could_not_be_planned_has_failed(
-    group: GroupIdentity, blocks: frozenset[int]
+    group: GroupIdentity, sync: bool, blocks: set[int], whole: bool
 ) -> None:
-    """vLLM waits for it; without its blocks, or with a window, it fails as a whole."""
-    worker = worker_side(*stores(), group=group)
-    plan = StepPlan(failed_loads=(FailedLoad("r", sync=False, blocks=blocks),))
-    worker.start_loads(plan)
-    worker.end_forward(plan)
-    results = worker.results(plan, set())
-    assert results.finished_recving == {"r"}
-    if group is GROUP and blocks:
-        assert (results.failed_recving, worker.take_failed_blocks()) == (set(), blocks)
-    else:
-        assert (results.failed_recving, worker.take_failed_blocks()) == ({"r"}, set())
-    assert told(worker).failed == {"r"}
-    assert worker.results(StepPlan(), set()).finished_recving == set()
-
-
-def test_a_load_within_the_step_that_could_not_be_planned_has_failed_in_it() -> None:
-    """And nothing is saved that was computed from its blocks."""
-    worker, load = without_its_payload()
-    lost = FailedLoad("r", sync=True, blocks=frozenset({9}))
+    """vLLM waits for it; without its blocks, or with a window, it fails as a whole. Within the step
+    nothing is saved that was computed from its blocks."""
+    worker, load = without_its_payload(group)
+    lost = FailedLoad("r", sync, frozenset(blocks))
     plan = StepPlan(saves=(save_of(load),), failed_loads=(lost,))
     worker.start_loads(plan)
     worker.end_forward(plan)
-    assert worker.results(plan, set()).finished_recving == set()
-    assert worker.take_failed_blocks() == {9}
+    results = worker.results(plan, set())
+    assert results.finished_recving == (set() if sync else {"r"})
+    assert results.failed_recving == ({"r"} if whole else set())
+    assert worker.take_failed_blocks() == (set() if whole else blocks)
     report = told(worker)
-    assert (report.failed, report.dropped) == ({"r"}, {("s", 0)})
+    assert (report.failed, report.dropped) == ({"r"}, {("s", 0)} if sync else set())
+    assert worker.results(StepPlan(), set()).finished_recving == set()
 
 
 @pytest.mark.parametrize("broken", ["wait_layer", "take_finished"])
@@ -252,12 +239,12 @@ def test_loads_that_cannot_be_ordered_after_earlier_work_are_not_started(
 
 @pytest.mark.parametrize("broken", ["loader.cancel", "saver.left_device"])
 def test_the_end_of_a_load_is_reported_whatever_else_fails(
-    spoilt: tuple[WorkerSide, LoadPlan], monkeypatch: pytest.MonkeyPatch, broken: str
+    monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     """vLLM waits for it for ever."""
-    worker, load = spoilt
+    worker, load = without_its_payload()
     breaks(monkeypatch, worker, broken)
-    worker.start_loads(StepPlan(loads=(replace(load, sync=False),)))
+    worker.start_loads(StepPlan(loads=(load,)))
     worker.loader.wait_over(PATIENCE_S)
     results = worker.results(StepPlan(held=frozenset({"h"})), {"f", "h"})
     assert results.finished_recving == {load.request_id}

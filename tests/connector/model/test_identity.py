@@ -61,10 +61,13 @@ def test_replicas_of_a_longrope_model_share_only_on_one_side_of_its_original_len
         assert settings(2048, rope) == settings(131_072, rope) == {"dtype": "bfloat16"}
 
 
-def test_a_configuration_from_another_place_than_the_weights_counts_by_what_it_says() -> None:
-    theirs = settings(**config_elsewhere(10_000))
-    assert theirs == settings(**config_elsewhere(10_000, version="5.1"))
-    assert theirs != settings(**config_elsewhere(500_000))
+@pytest.mark.parametrize("by_function", [False, True])
+def test_a_configuration_from_elsewhere_counts_by_what_it_says(*, by_function: bool) -> None:
+    """From another place than the weights, or made by a function."""
+    more: dict[str, Any] = {"hf_config_path": None, "hf_overrides": len} if by_function else {}
+    theirs = settings(**(config_elsewhere(10_000) | more))
+    assert theirs == settings(**(config_elsewhere(10_000, version="5.1") | more))
+    assert theirs != settings(**(config_elsewhere(500_000) | more))
     assert theirs != settings()
 
 
@@ -74,25 +77,11 @@ def test_settings_that_change_what_layers_compute_or_keep_are_told() -> None:
     assert settings(skip_layers=("0", "1")) != plain
     assert settings(skip_layers=("1", "0")) == settings(skip_layers=("0", "1"))
     form = {"mm_processor_kwargs": None, "video_pruning_method": "evs"}
-    pruned = [
-        settings(multimodal_config=SimpleNamespace(**(form | more)))
-        for more in (
-            {"video_pruning_rate": None},
-            {"video_pruning_rate": 0.5},
-            {"video_pruning_rate": 0.5, "video_pruning_method": "other"},
-        )
-    ]
+    rates = {"video_pruning_rate": None}, {"video_pruning_rate": 0.5}
+    media = (form | one for one in (*rates, rates[1] | {"video_pruning_method": "other"}))
+    pruned = [settings(multimodal_config=SimpleNamespace(**one)) for one in media]
     assert pruned[0] == plain
     assert len({str(one) for one in pruned}) == 3
-
-
-def test_overrides_by_a_function_count_by_what_they_made_of_the_configuration() -> None:
-    def made(theta: int) -> dict[str, str]:
-        return settings(**(config_elsewhere(theta) | {"hf_config_path": None, "hf_overrides": len}))
-
-    assert made(10_000) == made(10_000)
-    assert made(10_000) != made(500_000)
-    assert made(10_000) != settings()
 
 
 def lora(**more: Any) -> SimpleNamespace:

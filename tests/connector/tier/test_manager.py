@@ -5,10 +5,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_offload.base import LookupResult
 
 from objkv.connector.tier.identity import TierAdapters
+from tests.connector.encoder.engine import core
 from tests.connector.tier.world import offload_key, row
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
@@ -98,15 +98,6 @@ def test_of_a_window_the_end_may_be_missing_and_the_rest_found(engines: Any) -> 
 
 
 # Weights and adapters that change with no cache being reset.
-
-
-def core() -> Any:
-    """An EngineCore without a model; every tier of this process hears it."""
-    engine: Any = object.__new__(EngineCore)
-    engine.model_executor = SimpleNamespace(
-        collective_rpc=lambda *_: ["done"], add_lora=lambda *_: True, remove_lora=lambda *_: True
-    )
-    return engine
 
 
 def test_until_vllm_drops_what_it_holds_nothing_is_loaded_or_saved(

@@ -2,6 +2,7 @@
 
 import uuid
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -119,12 +120,13 @@ class Engine:
             "codec": "none",
             "lookup_deadline_ms": 60_000,  # a busy machine is no slow index
         } | (tier or {})
-        self._agent: ServedAgent | None = None
+        ends = ExitStack()
+        self.lose_agent = ends.close
         if "agent" not in options:
-            self._agent = ServedAgent(
-                {k: v for k, v in options.items() if k in Config.model_fields}
-            )
-            options["agent"] = self._agent.url
+            own = {k: v for k, v in options.items() if k in Config.model_fields}
+            self.agent = ServedAgent(own)
+            ends.callback(self.agent.close)
+            options["agent"] = self.agent.url
         rows = changes.pop("rows", ROWS)
         extra = {"cpu_bytes_to_use": rows * ROW_BYTES, "secondary_tiers": [options]}
         seen = changes.pop("engine", {})
@@ -141,18 +143,10 @@ class Engine:
         self._requests = 0
 
     @property
-    def agent(self) -> ServedAgent:
-        """That of its node."""
-        assert self._agent is not None
-        return self._agent
-
-    @property
     def view(self) -> memoryview:
-        """vLLM's memory."""
         return self.manager.primary_tier.get_kv_memoryview()
 
     def begin(self) -> ReqContext:
-        """A new request."""
         self._requests += 1
         self.connector._kv_cache_manager.usage += 1
         context = ReqContext(req_id=f"r{self._requests}")
@@ -160,7 +154,6 @@ class Engine:
         return context
 
     def end_step(self) -> None:
-        """A step was scheduled."""
         self.manager.on_schedule_end(ScheduleEndContext((), ()))
 
     def compute(self, context: ReqContext, content: dict[OffloadKey, bytes]) -> list[OffloadKey]:
@@ -182,23 +175,20 @@ class Engine:
             self.end(request)
 
     def ask(self, *numbers: int) -> list[LookupResult]:
-        """What a new request is answered."""
         request = self.begin()
         answers = self.find(request, [offload_key(n) for n in numbers])
         self.end(request)
         return answers
 
     def counted(self, name: str) -> float:
-        """What the tier counted so far."""
         return float(self.tier._recorder.value(name))
 
     def store(self) -> None:
         """Steps until no job is under way, and its agent saves nothing."""
         self.settle()
-        assert self._agent is None or self._agent.node.saves.drain(PATIENCE_S)
+        assert self.agent.node.saves.drain(PATIENCE_S)
 
     def settle(self) -> None:
-        """Steps until no job is under way."""
 
         def idle() -> bool:
             self.end_step()
@@ -226,22 +216,13 @@ class Engine:
         return row
 
     def end(self, context: ReqContext) -> None:
-        """The request ended."""
         self.connector._kv_cache_manager.usage -= 1
         self.manager.on_request_finished(context)
 
     def close(self) -> None:
-        """As the engine's shutdown."""
         self.manager.shutdown()
         self.lose_agent()
 
-    def lose_agent(self) -> None:
-        """End its agent. Idempotent."""
-        if self._agent is not None:
-            self._agent.close()
-            self._agent = None
-
 
 def row(seed: int) -> bytes:
-    """What a chunk holds."""
     return np.random.default_rng(seed).integers(0, 256, ROW_BYTES, np.uint8).tobytes()
