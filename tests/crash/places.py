@@ -18,10 +18,10 @@ from objkv.ops.backends_view import BackendsView
 from objkv.ops.programs import die_with_parent
 from objkv.stores.s3.client import open_s3_access
 from objkv.telemetry import NullRecorder
+from tests.support.servers.listener import Listener
 from tests.support.servers.ports import free_port
 from tests.support.servers.quick_s3 import quick_s3_process
 from tests.support.servers.redis import RedisServer, valkey_server, wait_until
-from tests.support.servers.spoil import SpoilS3
 
 BUCKET = "kv-cache"
 LEASE_MS = 40
@@ -74,6 +74,26 @@ class FolderPlace(Place):
         if self.config.index_url != "bulk:":
             for record in _records(self.used):
                 self.used.admin.drop(*record)
+
+
+class _Gateway(Listener):
+    """Carries bytes to a server and back."""
+
+    def __init__(self, target: tuple[str, int], port: int) -> None:
+        self._target = target
+        super().__init__(port)
+
+    def serve(self, connection: socket.socket) -> None:
+        with socket.create_connection(self._target) as server:
+            threading.Thread(target=_carry, args=(server, connection), daemon=True).start()
+            _carry(connection, server)
+
+
+def _carry(source: socket.socket, target: socket.socket) -> None:
+    with suppress(OSError):
+        while some := source.recv(1 << 20):
+            target.sendall(some)
+        target.shutdown(socket.SHUT_RDWR)
 
 
 class ServerPlace(Place):
@@ -133,7 +153,7 @@ class ServerPlace(Place):
         if self._gateway == 0:
             die_with_parent()
             try:
-                SpoilS3(self._target, port=self._port)
+                _Gateway(self._target, self._port)
                 threading.Event().wait()
             finally:
                 os._exit(1)

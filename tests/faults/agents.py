@@ -178,11 +178,11 @@ class AgentPlace(Place):
             is_killed.set()
             agent.kill()
 
-        self.servers.s3_proxy.spoil(Spoil("hook", BODIES, hook=kill))
+        self.servers.spoil_s3.spoil(Spoil("hook", BODIES, hook=kill))
 
         def undo() -> None:
-            self.servers.s3_proxy.mend()
-            if is_killed.is_set():  # ``poll`` knows nothing while the proxy's thread waits for it
+            self.servers.spoil_s3.mend()
+            if is_killed.is_set():  # ``poll`` knows nothing while the server's thread waits for it
                 agent.process.wait(PATIENCE_S)
             self._revive()
 
@@ -260,8 +260,8 @@ class AgentPlace(Place):
         return undo
 
     def _spoil(self, rule: Spoil) -> Undo:
-        self.servers.s3_proxy.spoil(rule)
-        return self.servers.s3_proxy.mend
+        self.servers.spoil_s3.spoil(rule)
+        return self.servers.spoil_s3.mend
 
 
 def _claim(key: ChunkKey, parent_hash: bytes, number: int) -> Claim:
