@@ -17,16 +17,22 @@ _ARENA_BYTES = 64 << 20
 
 
 class ServedAgent:
-    """An agent for replicas with these settings. It serves until ``close``."""
+    """An agent for replicas with these settings, by default over stores of its own, which end with
+    it. It serves until ``close``."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="objkv-", dir="/tmp"))
-        path = self._folder / "agent.sock"
-        self.url = f"unix://{path}"
+        self.folder = Path(tempfile.mkdtemp(prefix="objkv-", dir="/tmp"))
+        self.path = self.folder / "agent.sock"
+        self.url = f"unix://{self.path}"
         """The setting ``agent`` of its replicas."""
         self.recorder = MemoryRecorder()
-        config = load_config({"agent_memory_bytes": _ARENA_BYTES} | dict(settings), environ={})
-        self.node = NodeAgent(config, path, self.recorder)
+        own = {
+            "bulk_url": f"file://{self.folder}/chunks",
+            "index_url": f"sqlite://{self.folder}/index",
+            "agent_memory_bytes": _ARENA_BYTES,
+        }
+        self.config = load_config(own | dict(settings), environ={})
+        self.node = NodeAgent(self.config, self.path, self.recorder)
         self.core = self.node.core
         self._ended = Event()
         self._thread = Thread(target=self.node.run, args=(self._ended.wait,), daemon=True)
@@ -44,4 +50,4 @@ class ServedAgent:
         self._ended.set()
         self._thread.join(PATIENCE_S)
         self.node.close()
-        shutil.rmtree(self._folder)
+        shutil.rmtree(self.folder)
