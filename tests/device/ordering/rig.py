@@ -45,7 +45,7 @@ from objkv.transfer.plan import BlocksToZero, ChunkMove, LoadPlan, SaveMove, Sav
 from objkv.transfer.registration import ArenaRegistration
 from objkv.transfer.slabs import Slab, SlabPool, SlabsExhaustedError
 from tests.agent.consistency import is_consistent, waiting_of
-from tests.support.arenas import LossyConnection, SpoilingArenaCache
+from tests.support.arenas import LossyConnection, SpoilingArenaCache, refuse_pin
 from tests.support.payloads import open_payload
 from tests.support.plans import LoadMove, move_of, packed
 from tests.support.served import ServedAgent
@@ -184,11 +184,6 @@ class WatchedLane:
             return result
 
         return call
-
-
-def refuse_pin(address: int, nbytes: int) -> Callable[[], None]:
-    """Page-lock nothing, as a device that registers no such memory."""
-    raise RuntimeError(f"{nbytes} bytes are not registered")
 
 
 class OrderRig:
