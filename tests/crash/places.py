@@ -19,9 +19,10 @@ from objkv.ops.programs import die_with_parent
 from objkv.stores.s3.client import open_s3_access
 from objkv.telemetry import NullRecorder
 from tests.support.servers.listener import Listener
-from tests.support.servers.ports import free_port
+from tests.support.servers.ports import free_port, is_accepting
 from tests.support.servers.quick_s3 import quick_s3_process
-from tests.support.servers.redis import RedisServer, valkey_server, wait_until
+from tests.support.servers.redis import RedisServer, valkey_server
+from tests.support.waiting import wait_until
 
 BUCKET = "kv-cache"
 LEASE_MS = 40
@@ -157,12 +158,7 @@ class ServerPlace(Place):
                 threading.Event().wait()
             finally:
                 os._exit(1)
-        wait_until(self._answers, "the gateway")
-
-    def _answers(self) -> bool:
-        with suppress(OSError), socket.create_connection(("127.0.0.1", self._port), 1):
-            return True
-        return False
+        wait_until(lambda: is_accepting(self._port), "the gateway")
 
 
 @contextmanager

@@ -22,7 +22,8 @@ from tests.faults.places import BODIES, Place, Servers, Undo
 from tests.support.agents import AgentProcess
 from tests.support.samples import CHUNK, NAMESPACE, save
 from tests.support.servers.process import freeze, has_ended
-from tests.support.servers.spoil import Spoil, wait_for
+from tests.support.servers.spoil import Spoil
+from tests.support.waiting import wait_for
 
 PATIENCE_S = 60.0
 ARENA_BYTES = 1 << 20

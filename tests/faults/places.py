@@ -29,8 +29,9 @@ from objkv.telemetry import NullRecorder
 from tests.support.servers.ports import free_port
 from tests.support.servers.process import start_server
 from tests.support.servers.quick_s3 import QuickS3
-from tests.support.servers.redis import RedisServer, valkey_binary, valkey_server, wait_until
+from tests.support.servers.redis import RedisServer, valkey_binary, valkey_server
 from tests.support.servers.spoil import Spoil, SpoilRedis, SpoilS3
+from tests.support.waiting import wait_until
 
 HOUR_S = 3600.0
 DISK_BYTES = 4 << 20

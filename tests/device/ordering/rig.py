@@ -398,7 +398,7 @@ class OrderRig:
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Poll for an event of another thread or of the device."""
-        wait_until(condition, self.setup.patience_s)
+        wait_until(condition, bound_s=self.setup.patience_s)
 
     # Chunks and their bytes.
 

@@ -6,7 +6,8 @@ from typing import Any, Self
 import redis
 
 from tests.support.servers.ports import free_port
-from tests.support.servers.redis import RedisServer, wait_until
+from tests.support.servers.redis import RedisServer
+from tests.support.waiting import wait_until
 
 SERVICE = "objkv"
 _NODES = 6

@@ -6,7 +6,6 @@
 import socket
 import struct
 import threading
-import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -134,15 +133,6 @@ def is_open(client: socket.socket) -> bool:
         return client.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == 1  # ESTABLISHED
     except (OSError, AttributeError):
         return False
-
-
-def wait_for(reached: Callable[[], bool], *, bound_s: float = 30.0) -> bool:
-    end = time.monotonic() + bound_s
-    while not reached():
-        if time.monotonic() > end:
-            return False
-        time.sleep(_POLL_S / 4)
-    return True
 
 
 class SpoilS3(Spoiler, QuickS3):
