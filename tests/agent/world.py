@@ -71,8 +71,6 @@ class WatchedStore(MemoryStore):
 
 
 class Sleeper:
-    """A client that counts how often it was woken."""
-
     def __init__(self) -> None:
         self.woken = 0
 
@@ -149,7 +147,6 @@ class Node:
         return self._server
 
     def listen(self) -> "Node":
-        """Serve the socket."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind(str(self.path))
         listener.listen(64)
@@ -163,7 +160,6 @@ class Node:
     def connect(
         self, *, wants_arena: bool = True, outbox: int = -1, replica: str = ""
     ) -> AgentConnection:
-        """A new connection, closed at the end."""
         client = AgentConnection(
             self.path,
             wants_arena=wants_arena,
@@ -238,7 +234,6 @@ def making(kind: Callable[..., Made]) -> Iterator[Callable[..., Made]]:
 
 @contextmanager
 def outbox_of(payload: bytes) -> Iterator[ClientOutbox]:
-    """The agent's end of an outbox with a payload."""
     box = Outbox(len(payload))
     os.pwrite(box.fd, payload, 0)
     outbox = ClientOutbox(os.dup(box.fd))
@@ -306,7 +301,6 @@ def serving(node: Node, **places: Any) -> Iterator[AgentHttp]:
 
 @contextmanager
 def http_of(node: Node) -> Iterator[Path]:
-    """The socket of such an interface."""
     with serving(node):
         yield node.http
 
@@ -322,7 +316,6 @@ def ended(client: AgentConnection, lease: ArenaLease) -> Progress:
 
 
 def opened(client: AgentConnection, wanted: Sequence[PayloadRequest]) -> list[ArenaLease]:
-    """Leases of payloads."""
     claims = claims_of(wanted)
     return client.open(claims, deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS)
 
@@ -336,7 +329,6 @@ def loaded(client: AgentConnection, wanted: Sequence[PayloadRequest]) -> list[Pr
 
 
 def claims_of(wanted: Sequence[PayloadRequest]) -> Claims:
-    """What to open."""
     return Claims.of([one.claim for one in wanted])
 
 
@@ -354,10 +346,7 @@ RIGHT = [bytes([number]) * 512 for number in range(2)]
 
 
 class Desk:
-    """A worker's end of saves."""
-
     def __init__(self, node: Node, **connecting: Any) -> None:
-        """``connecting``: of ``Node.connect``."""
         self.outbox = Outbox(8192)
         self.memory = np.frombuffer(mmap.mmap(self.outbox.fd, self.outbox.nbytes), np.uint8)
         self.now = 0.0
@@ -399,6 +388,5 @@ class Desk:
 
 
 def payloads(tokens: Sequence[int] = TOKENS) -> list[bytes]:
-    """Payloads as a worker makes them."""
     store = MemoryStore()
     return [bytes(store.get(key.path()) or b"") for key in save(store, None, tokens)]

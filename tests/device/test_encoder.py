@@ -75,7 +75,6 @@ def loading(names: list[str]) -> EncoderPlan:
 
 
 def worker(copies: OutputCopies) -> EncoderWorkerSide:
-    """One that saves nothing."""
     return EncoderWorkerSide(copies, None, world.Limits().config(), MemoryRecorder(), 0, 0)
 
 

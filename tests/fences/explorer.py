@@ -160,5 +160,4 @@ def _line_of(exc: BaseException) -> str:
 
 
 def _short(recorded: Recorded) -> str:
-    """The choices that are not the default."""
     return str({at: choice for at, choice in enumerate(recorded.choices) if choice})

@@ -89,7 +89,6 @@ class Stage:
             self._kill()
 
     def spawn(self, name: str, run: Callable[[], None]) -> Task:
-        """A new thread; it has not run yet."""
         task = Task(len(self.tasks), name)
 
         def guarded() -> None:
@@ -176,7 +175,6 @@ class Stage:
         return task.ready()
 
     def _pass_time(self, timed: Sequence[Task]) -> Task:
-        """Who has waited long enough now."""
         first = min(timed, key=lambda task: task.until or 0.0)
         self.now = max(self.now, first.until or 0.0)
         first.timed_out = True

@@ -278,7 +278,6 @@ class Engine:
         self._is_short = False
 
     def end(self, name: str) -> None:
-        """It finished, or was aborted."""
         request = self.requests[name]
         if request.aborted or request.state == "held":
             return
@@ -660,7 +659,6 @@ _COPIES_LEFT = "copies of saves did not finish on the device"
 
 @contextmanager
 def listening() -> Iterator[None]:
-    """Errors are heard, and nothing is shown."""
     logger = logging.getLogger("objkv")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -2,7 +2,9 @@
 they read of each other. What is computed is a fixed function of layer, head, token and element, so
 that the pages of every replica are known in advance."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
 
 import numpy as np
 import torch
@@ -85,12 +87,6 @@ class Model:
         return tuple(f"model.layers.{i}.attn" for i in range(self.layers))
 
 
-def layer_range(model: Model, shape: ShapeOfReplica, pp_rank: int) -> range:
-    """An even cut, as long as it is one."""
-    each = model.layers // shape.pp
-    return range(pp_rank * each, (pp_rank + 1) * each)
-
-
 class ShapedRank(Worker):
     def __init__(
         self,
@@ -104,37 +100,31 @@ class ShapedRank(Worker):
     ) -> None:
         tp_rank, pp_rank = ranks
         self.model, self.shape = model, shape
-        self.layers = layer_range(model, shape, pp_rank)
-        topology = self.topology = Topology(
-            shape.tp,
-            model.heads,
-            (model.layers // shape.pp,) * shape.pp,
-            shape.dcp,
-            shape.interleave,
-            shape.nodes,
-        )
+        each = model.layers // shape.pp  # as long as that divides them
+        self.layers = range(pp_rank * each, (pp_rank + 1) * each)
+        cut = (each,) * shape.pp, shape.dcp, shape.interleave, shape.nodes
+        topology = self.topology = Topology(shape.tp, model.heads, *cut)
         self.number = pp_rank * shape.tp + tp_rank
-        cut = topology.held(self.number)
-        assert cut is not None
-        self.rank = cut
-        self.heads = range(cut.shard.head_start, cut.shard.head_end)
+        held = topology.held(self.number)
+        assert held is not None
+        self.rank = held
+        self.heads = range(held.shard.head_start, held.shard.head_end)
         self.blocks = model.chunk * model.chunks // shape.block_tokens
         self.memory = self._allocate(2 * self.blocks + 1)
-        self.index = index
-        recorder, tokens = MemoryRecorder(), model.chunk
+        self.index, recorder = index, MemoryRecorder()
         paged = PagedGroup(self._group_shape(), list(self.memory.unbind(0)))
         settings = CacheSettings("writer", ttl_s=3600, lease_ms=600_000, hot_save_bytes_max=0)
-        wide = shape.tp * shape.pp * payload_bytes_max(paged.layers, tokens=tokens) + 4096
+        payload_bytes = payload_bytes_max(paged.layers, tokens=model.chunk)
         super().__init__(
             paged,
             ChunkCache(store, None, index, settings, recorder),
             recorder,
             name="writer",
             load=LoadLimits(queue_max, PATIENCE_S, PATIENCE_S, PATIENCE_S),
-            slab_bytes=payload_bytes_max(paged.layers, tokens=tokens) + 4096,
+            slab_bytes=payload_bytes + 4096,
             codec=shape.codec,
             part_policy=PartPolicy(parts_max=3, part_bytes_min=1),
-            arena_bytes=32 * (wide + 4096),
+            arena_bytes=32 * (shape.tp * shape.pp * payload_bytes + 8192),
             joins=joins,
         )
 
@@ -159,11 +149,6 @@ class ShapedRank(Worker):
             ids = tuple(range(1 + chunk * each, 1 + (chunk + 1) * each))
             moves.append(SaveMove(self.move(chunk, 0, ids), digest, None))
         return (SavePlan("r", NAMESPACE, tuple(moves), number=number),)
-
-    def save(self, number: int = 0) -> None:
-        self.saver.gather(self.save_plan(number))
-        assert self.saver.drain(PATIENCE_S)
-        assert not self.saver.take_dropped()
 
     def plan(self, index: MemoryIndex, *, skip: int = 0, sync: bool = False) -> LoadPlan:
         """The prompt without its first ``skip`` blocks, into blocks behind those that ``compute``
@@ -219,31 +204,14 @@ class ShapedRank(Worker):
         return move_of(chunk, model.hashes, NAMESPACE, model.chunk, ids, first_block)
 
 
-@dataclass
 class ShapedReplica:
-    model: Model
-    shape: ShapeOfReplica
-    store: WriteStore
-    index: MemoryIndex
-    queue_max: int = 64
-    ranks: list[ShapedRank] = field(default_factory=list)
-    joins: dict[str, InsideJoin] = field(default_factory=dict)
+    def __init__(self, model: Model, shape: ShapeOfReplica, *stores: Any, **how: Any) -> None:
+        """``stores``: a store and an index. ``how``: of each rank."""
+        self.model, how["joins"] = model, dict[str, InsideJoin]()
+        places = product(range(shape.pp), range(shape.tp))
+        self.ranks = [ShapedRank(model, shape, (tp, pp), *stores, **how) for pp, tp in places]
 
     def __enter__(self) -> "ShapedReplica":
-        for pp_rank in range(self.shape.pp):
-            for tp_rank in range(self.shape.tp):
-                place = (tp_rank, pp_rank)
-                self.ranks.append(
-                    ShapedRank(
-                        self.model,
-                        self.shape,
-                        place,
-                        self.store,
-                        self.index,
-                        self.queue_max,
-                        self.joins,
-                    )
-                )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -253,4 +221,4 @@ class ShapedReplica:
     def compute_and_save(self) -> None:
         for rank in self.ranks:
             rank.compute()
-            rank.save()
+            assert not rank.save_all(rank.save_plan())

@@ -10,7 +10,7 @@ from typing import Any
 from objkv.assembly.agent import NodeAgent
 from objkv.config import load_config
 from objkv.telemetry import MemoryRecorder
-from tests.agent.consistency import keys_of
+from tests.agent.consistency import forget_all
 from tests.support.waiting import PATIENCE_S
 
 _ARENA_BYTES = 64 << 20
@@ -40,8 +40,7 @@ class ServedAgent:
 
     def forget(self) -> None:
         """Empty the arena, except for what is being read, so that the next load fetches."""
-        for key in keys_of(self.core.arena_cache):
-            self.core.arena_cache.forget(key)
+        forget_all(self.core.arena_cache)
 
     def settle(self) -> None:
         assert self.node.saves.drain(PATIENCE_S)

@@ -41,8 +41,6 @@ ARENA_BYTES, _OUTBOX_BYTES = 4 << 20, 1 << 20
 
 @dataclass(frozen=True)
 class Limits:
-    """What differs from test to test."""
-
     deadline_s: float = 60.0
     held_bytes_max: int = 1 << 20
     save_held_bytes_max: int = 1 << 20
@@ -50,7 +48,6 @@ class Limits:
     codec: str = "none"
 
     def config(self) -> Config:
-        """The settings."""
         return Config(
             bulk_url="file:///nowhere",
             index_url="sqlite:///nowhere",
@@ -62,13 +59,10 @@ class Limits:
 
 @dataclass
 class Place:
-    """Stores that replicas share."""
-
     store: FlakyStore = field(default_factory=lambda: FlakyStore(MemoryStore()))
     index: FlakyIndex = field(default_factory=lambda: FlakyIndex(MemoryIndex()))
 
     def payloads(self) -> list[str]:
-        """Keys of all payloads."""
         names = (entry.key for entry in self.store.scan(""))
         return [name for name in names if name.endswith(".safetensors")]
 
@@ -86,7 +80,6 @@ def request(name: str, *identifiers: str, embeds: int = EMBEDS, **more: Any) -> 
 
 
 def output_of(identifier: str, rows: int = EMBEDS, width: int = WIDTH) -> torch.Tensor:
-    """What the encoder makes of an image."""
     generator = torch.Generator().manual_seed(sum(identifier.encode()))
     return torch.randn(rows, width, generator=generator).to(torch.bfloat16)
 
@@ -184,7 +177,6 @@ class Replica:
         return self.encoded[before:]
 
     def drain(self) -> None:
-        """Wait until everything is stored."""
         assert self.worker.writer is not None
         assert self.worker.writer.drain(ANSWERS_S)
         assert self.node.saves.drain(ANSWERS_S)
@@ -228,12 +220,10 @@ class Replica:
         return plan
 
     def count(self, name: str) -> float:
-        """What either side counted so far."""
         return self.recorder.value(name) + self.worker_recorder.value(name)
 
     @property
     def saved(self) -> int:
-        """How many outputs its agent stored."""
         return int(self.node.recorder.value("saves"))
 
     def close(self) -> None:
@@ -250,7 +240,6 @@ class Replica:
 
 @contextmanager
 def replica(place: Place, **more: Any) -> Iterator[Replica]:
-    """One that ends with its block."""
     made = Replica(place, **more)
     try:
         yield made
@@ -259,7 +248,6 @@ def replica(place: Place, **more: Any) -> Iterator[Replica]:
 
 
 def formed(**changes: Any) -> OutputForm:
-    """``FORM`` with something else in it."""
     return replace(FORM, **changes)
 
 

@@ -50,8 +50,6 @@ class _Running:
 
 @dataclass
 class Answer:
-    """What came of a prompt."""
-
     tokens: list[int] = field(default_factory=list)
     reason: str = ""
     loaded: int = 0
@@ -66,7 +64,6 @@ def digest(tokens: Sequence[int]) -> bytes:
 
 
 def next_token(tokens: Sequence[int]) -> int:
-    """What the model says after ``tokens``."""
     return 3 + digest(tokens)[0] % 50
 
 
@@ -156,7 +153,6 @@ class Engine:
 
     @property
     def worker(self) -> Any:
-        """The connector of the first rank."""
         return self.workers[0]
 
     def _configured(self, folder: Path, settings: dict[str, Any]) -> Any:
@@ -164,11 +160,9 @@ class Engine:
 
     @property
     def agent(self) -> ServedAgent | None:
-        """That of the first node."""
         return self.agents[0] if self.agents else None
 
     def _on_node(self, node: int) -> Any:
-        """The configuration of a node's ranks."""
         config = copy.copy(self._config)
         transfer = config.kv_transfer_config = copy.copy(config.kv_transfer_config)
         if self.agents:
@@ -200,7 +194,6 @@ class Engine:
             agent.settle()
 
     def forget(self) -> None:
-        """Drop the replica's own prefix cache."""
         while self.scheduler.has_requests():
             self._step({})
         assert self.scheduler.reset_prefix_cache()
@@ -259,7 +252,6 @@ class Engine:
         return self._aggregator.aggregate(results)
 
     def _results(self, worker: Any, output: Any, sampled: dict[str, list[int]]) -> Any:
-        """What a rank returns of a step."""
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
         worker.wait_for_save()

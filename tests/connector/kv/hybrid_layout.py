@@ -39,7 +39,6 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """Ranks of all stages."""
         return self.tp_size * self.pp_size
 
     @property
@@ -50,8 +49,6 @@ class Layout:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer's cache."""
-
     name: str
     table: int
     """Number of its group."""
@@ -65,12 +62,10 @@ class Layer:
 
     @property
     def heads(self) -> int:
-        """Heads of all ranks."""
         return _HEADS if self.kind in ("full", "sliding_window", "chunked_local") else 1
 
     @property
     def ratio(self) -> int:
-        """Tokens per state."""
         return self.window if self.kind == "compressed" else 1
 
     def needed(self, end: int) -> range:
@@ -156,7 +151,6 @@ def caches_of(layout: Layout, kv: Any) -> tuple[dict[str, torch.Tensor], torch.T
 
 
 def _specs(layout: Layout) -> dict[str, Any]:
-    """vLLM's spec of each layer."""
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
         CircularBufferSpec,
@@ -209,12 +203,10 @@ def _page_bytes(layout: Layout) -> int:
 
 
 def _stride(layout: Layout) -> int:
-    """Bytes from one block to the next."""
     return _page_bytes(layout) * max(1, layout.layers)
 
 
 def kv_cache_config(layout: Layout, stage: int = 0) -> Any:
-    """What vLLM gives the ranks of a stage."""
     from vllm.v1.kv_cache_interface import (
         KVCacheConfig,
         KVCacheGroupSpec,

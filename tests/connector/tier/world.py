@@ -141,17 +141,14 @@ class Engine:
 
     @property
     def agent(self) -> ServedAgent:
-        """That of its node."""
         assert self._agent is not None
         return self._agent
 
     @property
     def view(self) -> memoryview:
-        """vLLM's memory."""
         return self.manager.primary_tier.get_kv_memoryview()
 
     def begin(self) -> ReqContext:
-        """A new request."""
         self._requests += 1
         self.connector._kv_cache_manager.usage += 1
         context = ReqContext(req_id=f"r{self._requests}")
@@ -159,7 +156,6 @@ class Engine:
         return context
 
     def end_step(self) -> None:
-        """A step was scheduled."""
         self.manager.on_schedule_end(ScheduleEndContext((), ()))
 
     def compute(self, context: ReqContext, content: dict[OffloadKey, bytes]) -> list[OffloadKey]:
@@ -181,14 +177,12 @@ class Engine:
             self.end(request)
 
     def ask(self, *numbers: int) -> list[LookupResult]:
-        """What a new request is answered."""
         request = self.begin()
         answers = self.find(request, [offload_key(n) for n in numbers])
         self.end(request)
         return answers
 
     def counted(self, name: str) -> float:
-        """What the tier counted so far."""
         return float(self.tier._recorder.value(name))
 
     def store(self) -> None:
@@ -197,7 +191,6 @@ class Engine:
         assert self._agent is None or self._agent.node.saves.drain(PATIENCE_S)
 
     def settle(self) -> None:
-        """Steps until no job is under way."""
 
         def idle() -> bool:
             self.end_step()
@@ -225,7 +218,6 @@ class Engine:
         return row
 
     def end(self, context: ReqContext) -> None:
-        """The request ended."""
         self.connector._kv_cache_manager.usage -= 1
         self.manager.on_request_finished(context)
 
@@ -235,12 +227,10 @@ class Engine:
         self.lose_agent()
 
     def lose_agent(self) -> None:
-        """End its agent. Idempotent."""
         if self._agent is not None:
             self._agent.close()
             self._agent = None
 
 
 def row(seed: int) -> bytes:
-    """What a chunk holds."""
     return np.random.default_rng(seed).integers(0, 256, ROW_BYTES, np.uint8).tobytes()

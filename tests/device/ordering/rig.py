@@ -397,7 +397,6 @@ class OrderRig:
         self.wait_until(lambda: waiting_of(self.node.saves) < _BEHIND_MAX)
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Poll for an event of another thread or of the device."""
         wait_until(condition, bound_s=self.setup.patience_s)
 
     # Chunks and their bytes.
@@ -550,5 +549,4 @@ class Scenario:
 
     @property
     def description(self) -> str:
-        """One line for a report."""
         return (self.run.__doc__ or "").strip()
