@@ -7,7 +7,7 @@ import numpy as np
 
 from objkv.assembly.backends import Backends
 from objkv.cache.chunks import shard_record
-from objkv.codec.payload import Claim, Header, LayerSpec, Provenance, encode, read_header
+from objkv.codec.payload import Header, Provenance, read_header
 from objkv.codec.seal import Seal
 from objkv.index.base import ChunkEntry
 from objkv.keys.chunk import ChunkKey
@@ -143,15 +143,17 @@ def make_payload(
     seal: Seal | None = None,
 ) -> bytes:
     """Return a compressible payload whose pages depend only on its key and length."""
-    heads = 2 if key.shard is None else key.shard.head_end - key.shard.head_start
-    layers = [
-        LayerSpec(name, "BF16", (CHUNK // 8, heads, 8, layer_items)) for name in ("l.0", "l.1")
-    ]
     chance = np.random.default_rng(list(key.prefix_hash))
-    pages = [chance.integers(0, 4, layer.nbytes, np.uint8).tobytes() for layer in layers]
-    claim = Claim(key, chunk.parent_hash, chunk.token_start, chunk.token_end)
-    provenance = Provenance(token_digest(tokens), "damage:0", 1_700_000_000)
-    return bytes(encode(claim, layers, pages, codec=codec, provenance=provenance, seal=seal))
+    told = Provenance(token_digest(tokens), "damage:0", 1_700_000_000)
+    return samples.payload_of(
+        key,
+        chunk,
+        told,
+        codec,
+        width=layer_items,
+        pages=lambda _, nbytes: chance.integers(0, 4, nbytes, np.uint8).tobytes(),
+        seal=seal,
+    )
 
 
 def _flipped(payload: bytes, place: int) -> bytes:

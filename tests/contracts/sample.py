@@ -6,22 +6,14 @@ The payloads are valid and unsealed, and contain no model's KV.
 import os
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from objkv.assembly.backends import Backends, open_backends
-from objkv.cache.chunks import shard_record
-from objkv.codec.payload import Claim, LayerSpec, Provenance, encode, read_header
 from objkv.config import local_path, resolve_config
-from objkv.index.base import ChunkEntry
-from objkv.keys.chunk import ChunkKey
-from objkv.keys.identity import GroupIdentity, Identity, identity_path
-from objkv.keys.prefix import PromptExtras, prefix_hashes, root_hash, token_digest
 from objkv.telemetry import NullRecorder
-
-_LAYERS = ("layers.0", "layers.1")
-_HEADS, _BLOCK_TOKENS, _CONTENT = 2, 16, 16
+from tests.support import samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,48 +51,24 @@ def save_sample(
 def _save(
     stores: Backends, prompt: SamplePrompt, size: int, folder: Path | None, ttl_s: int
 ) -> int:
-    identity = _identity(prompt, size)
+    changes = {"model": prompt.model, "tenant": prompt.tenant, "chunk_tokens": size}
+    identity = replace(samples.IDENTITY, **changes)
     namespace, now_s = identity.namespace(), time.time()
-    stores.bulk.put_if_absent(identity_path(namespace), identity.canonical())
-    hashes = prefix_hashes(namespace, prompt.tokens, size, PromptExtras(salt=prompt.cache_salt))
-    saved = 0
-    for number, prefix_hash in enumerate(hashes):
-        parent = hashes[number - 1] if number else root_hash(namespace)
-        key = ChunkKey(namespace, prefix_hash, 0)
-        entry = ChunkEntry(namespace, prefix_hash, parent, number * size, (number + 1) * size)
-        payload = _payload(key, entry, prompt, int(now_s - prompt.age_s))
-        if not stores.bulk.put_if_absent(key.path(), payload):
-            continue
-        saved += 1
-        if folder is not None:
-            os.utime(folder / key.path(), (now_s, now_s - prompt.age_s))
-        stores.index.publish(entry, {key.field: shard_record(read_header(payload))}, ttl_s=ttl_s)
-    for _ in range(prompt.hits):
-        stores.index.touch(namespace, hashes, ttl_s=ttl_s)
-    return saved
-
-
-def _identity(prompt: SamplePrompt, size: int) -> Identity:
-    group = GroupIdentity("full", None, _LAYERS, _HEADS, _CONTENT, _BLOCK_TOKENS)
-    return Identity(
-        model=prompt.model,
-        weights="sample",
-        quantization=None,
-        kv_dtype="bfloat16",
-        groups=(group,),
-        page_layout="canonical",
+    known = {entry.key for entry in stores.bulk.scan(namespace)}
+    samples.save_identity(stores.bulk, identity)
+    keys = samples.save(
+        stores.bulk,
+        stores.index,
+        prompt.tokens,
+        namespace=namespace,
+        salt=prompt.cache_salt,
         chunk_tokens=size,
-        weights_epoch=0,
-        tenant=prompt.tenant,
+        created_s=int(now_s - prompt.age_s),
+        ttl_s=ttl_s,
     )
-
-
-def _payload(key: ChunkKey, entry: ChunkEntry, prompt: SamplePrompt, created_s: int) -> bytes:
-    blocks = (entry.token_end - entry.token_start) // _BLOCK_TOKENS
-    shape = (blocks, _HEADS, _BLOCK_TOKENS, _CONTENT)
-    layers = [LayerSpec(name, "BF16", shape) for name in _LAYERS]
-    pages = [bytes([number]) * layer.nbytes for number, layer in enumerate(layers)]
-    tokens = prompt.tokens[entry.token_start : entry.token_end]
-    claim = Claim(key, entry.parent_hash, entry.token_start, entry.token_end)
-    provenance = Provenance(token_digest(tokens), "sample", created_s)
-    return bytes(encode(claim, layers, pages, codec="none", provenance=provenance))
+    new = [key.path() for key in keys if key.path() not in known]
+    for path in new if folder is not None else ():
+        os.utime(folder / path, (now_s, now_s - prompt.age_s))
+    for _ in range(prompt.hits):
+        stores.index.touch(namespace, [key.prefix_hash for key in keys], ttl_s=ttl_s)
+    return len(new)

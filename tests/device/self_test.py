@@ -25,7 +25,7 @@ from objkv.transfer.kernels import PageKernels, TritonKernels
 from objkv.transfer.lanes import Lane, PagedLayers, Recast
 from objkv.transfer.paging import GroupShape, PagedGroup, check_pages
 from tests.device import simulated
-from tests.device.devices import SIMULATED, open_device
+from tests.device.devices import SIMULATED, Verdict, open_device, report, tried
 
 _LAYERS, _BLOCKS = 3, 24
 _MOVED, _CHUNKS = 8, 2
@@ -88,15 +88,6 @@ FORMS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class LaneCase:
-    name: str
-    ok: bool | None
-    """None if it cannot be tested here."""
-    detail: str = ""
-    """Its fault, or the reason for skipping it."""
-
-
 def one_way(
     driver: DeviceDriver, kernels: PageKernels, batch_copy: BatchCopy | None
 ) -> DeviceDriver:
@@ -105,18 +96,16 @@ def one_way(
     return way
 
 
-def run_self_test(device: torch.device) -> Iterator[LaneCase]:
+def run_self_test(device: torch.device) -> Iterator[Verdict]:
     driver = driver_of(device)
     for form in FORMS:
         for name, way in _ways(driver):
-            yield _case(f"{form.name}: {name}", partial(_move_all, form, device, way))
-        yield _case(f"{form.name}: check at start", partial(_start, form, device))
+            yield tried(f"{form.name}: {name}", partial(_move_all, form, device, way))
+        yield tried(f"{form.name}: check at start", partial(_start, form, device))
     if not isinstance(driver.kernels, TritonKernels):
-        yield LaneCase(
-            "Triton kernels", None, "not used: this device's driver has no Triton kernels"
-        )
+        yield Verdict("Triton kernels", None, "this device's driver has none")
     if driver.batch_copy is None:
-        yield LaneCase("batches of copies", None, "this device's driver has none")
+        yield Verdict("batches of copies", None, "this device's driver has none")
 
 
 def _ways(driver: DeviceDriver) -> Iterator[tuple[str, DeviceDriver]]:
@@ -130,20 +119,12 @@ def _ways(driver: DeviceDriver) -> Iterator[tuple[str, DeviceDriver]]:
         yield "batches of copies", one_way(driver, kernels, driver.batch_copy)
 
 
-def _case(name: str, work: Callable[[], None]) -> LaneCase:
-    fault = ""
-    try:
-        work()
-    except Exception as exc:  # a kernel that does not compile, an address that does not exist
-        fault = f"{type(exc).__name__}: {exc}".splitlines()[0]
-    return LaneCase(name, not fault, fault)
-
-
-def _start(form: CacheForm, device: torch.device) -> None:
+def _start(form: CacheForm, device: torch.device) -> bool:
     check_pages(form.group(_random(form.nbytes, 0).to(device)), open_lane(device))
+    return True
 
 
-def _move_all(form: CacheForm, device: torch.device, way: DeviceDriver) -> None:
+def _move_all(form: CacheForm, device: torch.device, way: DeviceDriver) -> bool:
     """Scatter and gather pages. Raises ``TransferError`` if any byte is wrong then."""
     lane, copies = DeviceLane(device, way, urgent=True), (way.kernels, way.batch_copy)
     memory = _random(form.nbytes, 0)
@@ -162,6 +143,7 @@ def _move_all(form: CacheForm, device: torch.device, way: DeviceDriver) -> None:
     lane.mark().wait()
     _check(torch.equal(gathered, _gathered(host, Lane())), "wrong bytes after a gather")
     _check(torch.equal(there.cpu(), memory), "a gather changed the cache")
+    return True
 
 
 def _check(is_right: bool, fault: str) -> None:
@@ -215,12 +197,7 @@ def main(kind: str) -> int:
     use_batched_copies(device)
     if kind == SIMULATED:
         simulated.DRIVER.use_batch_copy(True)
-    failed = False
-    for case in run_self_test(device):
-        failed = failed or case.ok is False
-        word = {True: "ok", False: "FAILED", None: "-"}[case.ok]
-        print(f"{word:6} {case.name}{case.detail and ': ' + case.detail}", flush=True)
-    return int(failed)
+    return report(run_self_test(device))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """A small fleet's leftovers: real payloads, records and an identity, saved as replicas save."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from typing import Any, Final
 
 from objkv.cache.chunks import shard_record
 from objkv.codec.payload import Claim, LayerSpec, Provenance, encode, read_header
+from objkv.codec.seal import Seal
 from objkv.index.base import ChunkEntry, PruneIndex, WriteIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import (
@@ -66,35 +67,48 @@ def save(
     width: int = 8,
     namespace: str = NAMESPACE,
     salt: str | None = None,
+    chunk_tokens: int = CHUNK,
+    created_s: int | None = None,
+    ttl_s: int = 3_600,
 ) -> list[ChunkKey]:
     """Save every whole chunk of ``tokens``; bulk first, then the record. A payload has
     64 bytes for each head and each of ``width``."""
-    hashes = prefix_hashes(namespace, tokens, CHUNK, PromptExtras(salt=salt))
+    hashes = prefix_hashes(namespace, tokens, chunk_tokens, PromptExtras(salt=salt))
     keys = []
     for number, prefix_hash in enumerate(hashes):
         parent = hashes[number - 1] if number else root_hash(namespace)
-        chunk = ChunkEntry(namespace, prefix_hash, parent, number * CHUNK, (number + 1) * CHUNK)
+        span = number * chunk_tokens, (number + 1) * chunk_tokens
+        chunk = ChunkEntry(namespace, prefix_hash, parent, *span)
         for shard in shards:
             key = ChunkKey(namespace, prefix_hash, 0, shard)
-            payload = payload_of(key, chunk, tokens, codec, width=width)
+            digest = token_digest(tokens[span[0] : span[1]])
+            made_s = CREATED_S + span[0] if created_s is None else created_s
+            told = Provenance(digest, "host-1:4242", made_s)
+            payload = payload_of(key, chunk, told, codec, width=width)
             bulk.put_if_absent(key.path(), payload)
             if index is not None:
-                index.publish(chunk, {key.field: shard_record(read_header(payload))}, ttl_s=3_600)
+                index.publish(chunk, {key.field: shard_record(read_header(payload))}, ttl_s=ttl_s)
             keys.append(key)
     return keys
 
 
 def payload_of(
-    key: ChunkKey, chunk: ChunkEntry, tokens: Sequence[int], codec: str, *, width: int = 8
+    key: ChunkKey,
+    chunk: ChunkEntry,
+    told: Provenance,
+    codec: str,
+    *,
+    width: int = 8,
+    pages: Callable[[int, int], bytes] = lambda number, nbytes: bytes([number]) * nbytes,
+    seal: Seal | None = None,
 ) -> bytes:
-    """A payload of compressible pages, in which everything is told truly."""
+    """A payload of pages of which each layer's depend on its number."""
+    blocks = (chunk.token_end - chunk.token_start) // 8
     heads = 2 if key.shard is None else key.shard.head_end - key.shard.head_start
-    layers = [LayerSpec(name, "BF16", (CHUNK // 8, heads, 8, width)) for name in ("l.0", "l.1")]
-    pages = [bytes([number]) * layer.nbytes for number, layer in enumerate(layers)]
-    digest = token_digest(tokens[chunk.token_start : chunk.token_end])
+    layers = [LayerSpec(name, "BF16", (blocks, heads, 8, width)) for name in ("l.0", "l.1")]
+    made = [pages(number, layer.nbytes) for number, layer in enumerate(layers)]
     claim = Claim(key, chunk.parent_hash, chunk.token_start, chunk.token_end)
-    provenance = Provenance(digest, "host-1:4242", CREATED_S + chunk.token_start)
-    return bytes(encode(claim, layers, pages, codec=codec, provenance=provenance))
+    return bytes(encode(claim, layers, made, codec=codec, provenance=told, seal=seal))
 
 
 def view_of(

@@ -1,8 +1,7 @@
 """Replicas with an encoder cache but without an engine: both sides, asked in vLLM's order."""
 
 import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
@@ -106,8 +105,15 @@ class Replica:
         self.recorder = MemoryRecorder()
         self.worker_recorder = MemoryRecorder()
         self.place = place
-        self._node: dict[str, Any] = {"seal": seal, "codec": limits.codec, "holds_back": holds_back}
-        self.node = self._start_node()
+        self._node: dict[str, Any] = {
+            "memory": ARENA_BYTES,
+            "store": place.store,
+            "index": place.index,
+            "seal": seal,
+            "codec": limits.codec,
+            "holds_back": holds_back,
+        }
+        self.node = Node(**self._node).listen()
         connect = partial(self._connect, wants_arena=False)
         self.calls = AgentCalls(connect, clock=self.clock)
         reader = PayloadReader(self._connect, "outputs", clock=self.clock)
@@ -153,11 +159,7 @@ class Replica:
     def restart_node(self) -> None:
         """Another agent takes the place of the one that is running, which ends at once."""
         self.node.close()
-        self.node = self._start_node()
-
-    def _start_node(self) -> Node:
-        stores: dict[str, Any] = {"store": self.place.store, "index": self.place.index}
-        return Node(memory=ARENA_BYTES, **stores, **self._node).listen()
+        self.node = Node(**self._node).listen()
 
     def _connect(self, **more: Any) -> AgentConnection:
         return self.node.connect(**more)
@@ -228,23 +230,14 @@ class Replica:
 
     def close(self) -> None:
         """End both sides, then the agent. Idempotent."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self.side.close()
-        self.worker.close()
-        self.calls.close()
-        self.reader.close()
-        self.node.close()
+        if not self._is_closed:
+            self._is_closed = True
+            for one in (self.side, self.worker, self.calls, self.reader, self.node):
+                one.close()
 
 
-@contextmanager
-def replica(place: Place, **more: Any) -> Iterator[Replica]:
-    made = Replica(place, **more)
-    try:
-        yield made
-    finally:
-        made.close()
+def replica(place: Place, **more: Any) -> AbstractContextManager[Replica]:
+    return closing(Replica(place, **more))
 
 
 def formed(**changes: Any) -> OutputForm:

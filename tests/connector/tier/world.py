@@ -50,18 +50,14 @@ def offload_key(number: int, group: int = 0) -> OffloadKey:
 
 def offloading_config(extra: dict[str, Any], **changes: Any) -> OffloadingConfig:
     """As ``build_offloading_config`` makes it for a model with one group, on one rank."""
-    parallel: dict[str, Any] = {
+    sizes = ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size", "data_parallel_size")
+    parallel: dict[str, Any] = dict.fromkeys(sizes, 1) | {
         "rank": 0,
-        "world_size": 1,
-        "tp_size": 1,
-        "pp_size": 1,
-        "pcp_size": 1,
-        "dcp_size": 1,
         "data_parallel_index": 0,
-        "data_parallel_size": 1,
         "data_parallel_rank_local": None,
         "is_parallelism_agnostic": False,
-    } | changes.pop("parallel", {})
+    }
+    parallel |= changes.pop("parallel", {})
     values: dict[str, Any] = {
         "groups": (OffloadingGroupConfig(16, ("l0", "l1"), 0),),
         "worker_kv_bytes_per_block": ROW_BYTES // parallel["world_size"],
@@ -120,9 +116,8 @@ class Engine:
         } | (tier or {})
         self._agent: ServedAgent | None = None
         if "agent" not in options:
-            self._agent = ServedAgent(
-                {k: v for k, v in options.items() if k in Config.model_fields}
-            )
+            known = options.keys() & Config.model_fields.keys()
+            self._agent = ServedAgent({name: options[name] for name in known})
             options["agent"] = self._agent.url
         rows = changes.pop("rows", ROWS)
         extra = {"cpu_bytes_to_use": rows * ROW_BYTES, "secondary_tiers": [options]}

@@ -198,7 +198,8 @@ class OrderRig:
         self.on_call: Callable[[str], object] = lambda name: None
         """Called with the name of a lane's method, after each call."""
         self.recorder = MemoryRecorder()
-        self._received, self._sent = set[str](), set[str]()
+        self.received, self.sent = set[str](), set[str]()
+        """Requests whose blocks the engine may use, loaded or not; may free."""
         self._open_stores()
         layout = setup.layout
         group = GroupIdentity(
@@ -349,7 +350,7 @@ class OrderRig:
 
     def begin(self, plan: StepPlan) -> None:
         """Begin a step: what the connector does before the forward pass is launched."""
-        self._received -= {load.request_id for load in plan.loads}
+        self.received -= {load.request_id for load in plan.loads}
         self.worker.before_reuse(plan)
         self.worker.before_forward(plan)
 
@@ -359,8 +360,8 @@ class OrderRig:
 
     def report(self, plan: StepPlan, finished: Collection[str] = ()) -> None:
         results = self.worker.results(plan, set(finished))
-        self._received |= results.finished_recving
-        self._sent |= results.finished_sending
+        self.received |= results.finished_recving
+        self.sent |= results.finished_sending
 
     def step(self, plan: StepPlan, forward: Callable[[], object] = lambda: None) -> None:
         """Run a step whose loads are for later steps. They start after the forward pass was
@@ -371,21 +372,20 @@ class OrderRig:
         self.worker.start_loads(plan)
         self.end(plan)
 
+    def attempted(self, shows: Callable[[str, float], bool]) -> bool:
+        """Whether a request and a time for which the device is busy show that something does not
+        wait for it."""
+        attempts = enumerate(self.setup.attempts_s)
+        return not self.is_asynchronous or any(shows(f"r{n}", seconds) for n, seconds in attempts)
+
     def until_received(self, request: str = "r") -> None:
         """Run empty steps until the engine may use a request's blocks, loaded or not."""
-        self.wait_until(lambda: self._is_reported(StepPlan(), self._received, request))
+        self.wait_until(lambda: self._is_reported(StepPlan(), self.received, request))
 
     def until_sent(self, request: str = "r") -> None:
         """Run empty steps until the engine may free a finished request's blocks."""
         plan = StepPlan(held=frozenset({request}))
-        self.wait_until(lambda: self._is_reported(plan, self._sent, request))
-
-    def is_received(self, request: str) -> bool:
-        return request in self._received
-
-    def is_sent(self, request: str) -> bool:
-        """Whether a finished request's saves were reported as out of its blocks."""
-        return request in self._sent
+        self.wait_until(lambda: self._is_reported(plan, self.sent, request))
 
     def _is_reported(self, plan: StepPlan, reported: set[str], request: str) -> bool:
         if request not in reported:
@@ -546,7 +546,3 @@ class Scenario:
     run: Callable[[OrderRig], bool]
     """Returns whether all bytes are right. Its docstring describes the scenario."""
     setup: Setup = field(default_factory=Setup)
-
-    @property
-    def description(self) -> str:
-        return (self.run.__doc__ or "").strip()

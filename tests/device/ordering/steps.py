@@ -56,21 +56,20 @@ class FaultFoundError(TransferError):
 
 def does_not_wait(rig: OrderRig) -> bool:
     """A thread that saves, loads and fences while compute and lanes are busy"""
-    if not rig.is_asynchronous:
-        return True
-    for attempt, seconds in enumerate(rig.setup.attempts_s):
+
+    def is_quick(request: str, seconds: float) -> bool:
         for delay in (rig.delay_compute, rig.delay_loads, rig.delay_saves):
             delay(seconds)
-        saves = rig.save_plan([attempt], _SAVED)
-        loads = _loads(rig, f"r{attempt}").loads
+        saves = rig.save_plan([int(request[1:])], _SAVED)
+        loads = rig.load_plan(_STORED, _LOADED, request=request)
         started = monotonic()
-        rig.step(StepPlan(loads=loads, saves=(saves,), reused=frozenset({"r"})))
+        rig.step(StepPlan(loads=(loads,), saves=(saves,), reused=frozenset({"r"})))
         rig.step(StepPlan(reused=frozenset({"r"})))
         elapsed = monotonic() - started
-        rig.until_received(f"r{attempt}")
-        if elapsed < seconds * _SHARE_MAX:
-            return True
-    return False
+        rig.until_received(request)
+        return elapsed < seconds * _SHARE_MAX
+
+    return rig.attempted(is_quick)
 
 
 def tests_itself(rig: OrderRig) -> bool:
@@ -244,14 +243,14 @@ class _Storm:
         rig.report(StepPlan(held=frozenset(self._finished.values())))
         failed = rig.worker.take_failed_blocks()
         for area, (name, chunks) in list(self._loading.items()):
-            if rig.is_received(name):
+            if name in rig.received:
                 first = 1 + area * self._size
                 is_loaded = failed.isdisjoint(range(first, first + self._size))
                 pages = rig.read(first, self._size) if is_loaded else None
                 self._read.append((name, pages, chunks))
                 del self._loading[area]
         for area, name in list(self._finished.items()):
-            if rig.is_sent(name):
+            if name in rig.sent:
                 del self._finished[area]
 
 
@@ -269,10 +268,6 @@ def _stored_value(place: Place, name: str) -> float | None:
     frame = bytearray(frame_pages(header, 0, payload, None))
     values = torch.frombuffer(frame, dtype=torch.bfloat16).unique()
     return float(values) if len(values) == 1 else None
-
-
-def _loads(rig: OrderRig, request: str = "r") -> StepPlan:
-    return StepPlan(loads=(rig.load_plan(_STORED, _LOADED, request=request),))
 
 
 def _blocks(rig: OrderRig) -> tuple[int, int]:
