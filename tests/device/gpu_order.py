@@ -18,11 +18,7 @@ from tests.device.devices import SIMULATED, Verdict, open_device, report, tried
 from tests.device.ordering import loads, saves, steps
 from tests.device.ordering.rig import REGISTERED, Delay, OrderRig, Scenario, Setup
 
-SCENARIOS: Final = (
-    *loads.SCENARIOS,
-    *saves.SCENARIOS,
-    *steps.SCENARIOS,
-)
+SCENARIOS: Final = (*loads.SCENARIOS, *saves.SCENARIOS, *steps.SCENARIOS)
 _MATRIX: Final = 4096
 _PRODUCTS: Final = 8
 

@@ -15,14 +15,7 @@ from objkv.connector.encoder.items import EncoderOutput, EncoderPlan
 from objkv.connector.encoder.worker import EncoderWorkerSide, OutputCopies
 from objkv.telemetry import MemoryRecorder
 from tests.connector.encoder import world
-from tests.connector.encoder.world import (
-    IDENTITY,
-    Place,
-    Replica,
-    formed,
-    replica,
-    request,
-)
+from tests.connector.encoder.world import IDENTITY, Place, Replica, formed, replica, request
 from tests.device import simulated
 from tests.device.simulated import calls
 

@@ -19,13 +19,7 @@ import torch
 from objkv.agent import core
 from objkv.assembly.backends import open_bulk, open_index
 from objkv.cache.chunks import shard_record
-from objkv.codec.payload import (
-    Claim,
-    Provenance,
-    encode,
-    frame_pages,
-    read_header,
-)
+from objkv.codec.payload import Claim, Provenance, encode, frame_pages, read_header
 from objkv.config import Config
 from objkv.connector.kv import wiring
 from objkv.connector.kv.metadata import StepPlan

@@ -7,13 +7,7 @@ from objkv.connector.kv.metadata import StepPlan
 from objkv.errors import TransferError
 from objkv.transfer.plan import SavePlan
 from objkv.transfer.saver import COPIES_S
-from tests.device.ordering.rig import (
-    SLOW_S,
-    WHOLE,
-    OrderRig,
-    Scenario,
-    Setup,
-)
+from tests.device.ordering.rig import SLOW_S, WHOLE, OrderRig, Scenario, Setup
 
 _CLOSING_S = 0.4
 """Longer than all else takes that is closed with a saver, and shorter than a saver waits."""
