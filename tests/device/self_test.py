@@ -9,7 +9,7 @@ kernels, and PyTorch's. A host lane does the same on the CPU, and all bytes must
 import math
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +26,7 @@ from objkv.transfer.lanes import Lane, PagedLayers, Recast
 from objkv.transfer.paging import GroupShape, PagedGroup, check_pages
 from tests.device import simulated
 from tests.device.devices import SIMULATED, Verdict, open_device, report, tried
+from tests.support.layouts import placed
 
 _LAYERS, _BLOCKS = 3, 24
 _MOVED, _CHUNKS = 8, 2
@@ -34,24 +35,10 @@ Shape = tuple[int, int, int]
 """Heads, block size, content."""
 
 
-def _hnd(memory: torch.Tensor, shape: Shape) -> Sequence[torch.Tensor]:
-    return memory.view(_LAYERS, _BLOCKS, *shape).unbind(0)
-
-
-def _nhd(memory: torch.Tensor, shape: Shape) -> Sequence[torch.Tensor]:
-    heads, size, content = shape
-    return memory.view(_LAYERS, _BLOCKS, size, heads, content).transpose(2, 3).unbind(0)
-
-
-def _layers_in_blocks(memory: torch.Tensor, shape: Shape) -> Sequence[torch.Tensor]:
-    return memory.view(_BLOCKS, _LAYERS, *shape).unbind(1)
-
-
 @dataclass(frozen=True, slots=True)
 class CacheForm:
     name: str
-    layers: Callable[[torch.Tensor, Shape], Sequence[torch.Tensor]]
-    """Makes each layer's ``[blocks, heads, block size, content]`` of all memory."""
+    layout: str
     shape: Shape
     dtype: torch.dtype = torch.bfloat16
     kernel_blocks: int = 1
@@ -72,19 +59,21 @@ class CacheForm:
             block_size=size * self.kernel_blocks,
             rank_shard=rank,
         )
-        return PagedGroup(shape, self.layers(memory.view(self.dtype), self.shape))
+        sizes = (_LAYERS, _BLOCKS, *self.shape)
+        return PagedGroup(shape, placed(memory.view(self.dtype), self.layout, sizes).unbind(0))
 
 
+_HND, _NHD = "LBHNC", "LBNHC"
 FORMS = (
-    CacheForm("HND", _hnd, (8, 16, 128)),
-    CacheForm("NHD", _nhd, (8, 16, 128)),
-    CacheForm("one head, as with MLA", _hnd, (1, 64, 576)),
-    CacheForm("layers within blocks", _layers_in_blocks, (8, 16, 128)),
-    CacheForm("fp8, HND", _hnd, (8, 32, 128), torch.float8_e4m3fn),
-    CacheForm("fp8, NHD", _nhd, (8, 32, 128), torch.float8_e4m3fn),
-    CacheForm("content of odd length, NHD", _nhd, (3, 16, 33)),
-    CacheForm("split kernel blocks, HND", _hnd, (8, 16, 128), kernel_blocks=2),
-    CacheForm("split kernel blocks, NHD", _nhd, (8, 16, 128), kernel_blocks=2),
+    CacheForm("HND", _HND, (8, 16, 128)),
+    CacheForm("NHD", _NHD, (8, 16, 128)),
+    CacheForm("one head, as with MLA", _HND, (1, 64, 576)),
+    CacheForm("layers within blocks", "BLHNC", (8, 16, 128)),
+    CacheForm("fp8, HND", _HND, (8, 32, 128), torch.float8_e4m3fn),
+    CacheForm("fp8, NHD", _NHD, (8, 32, 128), torch.float8_e4m3fn),
+    CacheForm("content of odd length, NHD", _NHD, (3, 16, 33)),
+    CacheForm("split kernel blocks, HND", _HND, (8, 16, 128), kernel_blocks=2),
+    CacheForm("split kernel blocks, NHD", _NHD, (8, 16, 128), kernel_blocks=2),
 )
 
 

@@ -4,6 +4,7 @@ that the pages of every replica are known in advance."""
 
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -23,18 +24,12 @@ from objkv.transfer.paging import GroupShape, PagedGroup
 from objkv.transfer.plan import ChunkMove, LoadOutcome, LoadPlan, SaveMove, SavePlan
 from tests.contracts.memory_index import MemoryIndex
 from tests.support.inside import InsideJoin
+from tests.support.layouts import placed
 from tests.support.paged_cache import NAMESPACE, PATIENCE_S, Worker
 from tests.support.plans import LoadMove, move_of, packed
 
 CONTENT = 4
-LAYOUTS = {
-    "LBHNC": (0, 1, 2, 3, 4),
-    "LBNHC": (0, 1, 3, 2, 4),
-    "LHBNC": (0, 2, 1, 3, 4),
-    "BLHNC": (1, 0, 2, 3, 4),
-    "BLNHC": (1, 0, 3, 2, 4),
-    "BHLNC": (1, 2, 0, 3, 4),
-}
+LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 """vLLM's ``KVCacheLayout``: the physical order of layers, blocks, heads, tokens and content."""
 
 
@@ -177,10 +172,9 @@ class ShapedRank(Worker):
 
     def _allocate(self, blocks: int) -> torch.Tensor:
         """``[layers, blocks, heads, block_size, CONTENT]``, in the physical order of the layout."""
-        order = LAYOUTS[self.shape.layout]
-        logical = (len(self.layers), blocks, len(self.heads), self.shape.block_size, CONTENT)
-        physical = torch.full([logical[axis] for axis in order], -1, dtype=torch.int32)
-        return physical.permute([order.index(axis) for axis in range(5)]).view(torch.float32)
+        sizes = (len(self.layers), blocks, len(self.heads), self.shape.block_size, CONTENT)
+        memory = torch.full((prod(sizes),), -1, dtype=torch.int32)
+        return placed(memory, self.shape.layout, sizes).view(torch.float32)
 
     def _group_shape(self) -> GroupShape:
         model, size, topology = self.model, self.shape.block_size, self.topology

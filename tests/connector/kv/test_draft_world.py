@@ -40,24 +40,19 @@ def group(window: int | None, name: str) -> GroupIdentity:
 
 
 def geometry(window: int | None, *, draft: bool, lags: bool = True) -> Geometry:
-    groups = [group(None, "full")]
-    tables = [0]
+    tables = {group(None, "full"): 0}
     if window is not None:
-        groups.append(group(window, "window"))
-        tables.append(1)
-    drafted = None
+        tables[group(window, "window")] = 1
     if draft:
-        groups.append(group(None, "draft"))
-        tables.append(0)
-        drafted = DraftGroups(1, NUMBER, lags)
+        tables[group(None, "draft")] = 0
     return Geometry(
-        tuple(groups),
+        tuple(tables),
         CHUNK,
         BLOCK,
         tp_size=1,
-        tables=tuple(tables),
-        table_count=len(set(tables)),
-        drafted=drafted,
+        tables=tuple(tables.values()),
+        table_count=1 if window is None else 2,
+        drafted=DraftGroups(1, NUMBER, lags) if draft else None,
     )
 
 
@@ -125,20 +120,16 @@ def load(store: Store, shape: Geometry, tokens: list[int], local: int) -> tuple[
             for b in range(needed_from(identity, end) // BLOCK):
                 blocks[shape.table(g)][b] = 0
     moves, _ = load_moves(shape, payloads, chain, records, blocks, span, draft_end)
-    filled: dict[tuple[int, int], Any] = {}
-    for one in unpacked(moves):
-        g = shape.position(one.move.group)
-        assert g is not None
-        payload = store.payloads[one.move.prefix_hash, one.move.group]
-        for i, block in enumerate(one.move.block_ids):
-            assert (g, block) not in filled
-            filled[g, block] = payload[one.move.first_block + i]
+    written: list[tuple[tuple[int | None, int], Any]] = []
+    for move in (one.move for one in unpacked(moves)):
+        payload = store.payloads[move.prefix_hash, move.group]
+        for i, block in enumerate(move.block_ids, move.first_block):
+            written.append(((shape.position(move.group), block), payload[i]))
     for blank in draft_blocks_to_zero(shape, blocks, (draft_end, end)):
-        at = shape.position(blank.group)
-        assert at is not None
-        for block in blank.block_ids:
-            assert (at, block) not in filled
-            filled[at, block] = None
+        written += [((shape.position(blank.group), block), None) for block in blank.block_ids]
+    filled = dict(written)
+    assert len(filled) == len(written), "a block is written twice"
+    assert all(g is not None for g, _ in filled)
     for g, identity in enumerate(shape.groups):
         table = blocks[shape.table(g)]
         own = {b for b in range(len(table)) if (g, table[b]) in filled}

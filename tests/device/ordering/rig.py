@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
+from math import prod
 from random import Random
 from typing import Any, Final, Self, cast
 from unittest.mock import patch
@@ -40,6 +41,7 @@ from objkv.transfer.registration import ArenaRegistration
 from objkv.transfer.slabs import Slab, SlabPool, SlabsExhaustedError
 from tests.agent.consistency import is_consistent, waiting_of
 from tests.support.arenas import LossyConnection, SpoilingArenaCache, refuse_pin
+from tests.support.layouts import placed
 from tests.support.payloads import open_payload
 from tests.support.plans import LoadMove, move_of, packed
 from tests.support.served import ServedAgent
@@ -72,12 +74,9 @@ class CacheLayout:
         return CHUNK_TOKENS // self.block_size
 
     def caches(self, device: torch.device, blocks: int) -> Pages:
-        sizes = (blocks, self.heads, self.block_size, self.content)
-        if self.contiguous:
-            return [torch.zeros(sizes, dtype=torch.bfloat16, device=device) for _ in LAYERS]
-        sizes = (blocks, self.block_size, self.heads, self.content)
-        plain = [torch.zeros(sizes, dtype=torch.bfloat16, device=device) for _ in LAYERS]
-        return [cache.transpose(1, 2) for cache in plain]
+        sizes = (len(LAYERS), blocks, self.heads, self.block_size, self.content)
+        memory = torch.zeros(prod(sizes), dtype=torch.bfloat16, device=device)
+        return list(placed(memory, "LBHNC" if self.contiguous else "LBNHC", sizes))
 
 
 STRIDED: Final = CacheLayout()
