@@ -230,6 +230,12 @@ class WatchedLane(Lane):
         return Mark(self.stream, self.stream.given, self._compute)
 
 
+class _PlannedMoves(LoadMoves):
+    def __init__(self, moves: LoadMoves, hands: Hands) -> None:
+        super().__init__(*moves.__reduce__()[1])
+        self._block_ids = hands.plan(self._block_ids)
+
+
 class WatchedLoader(Loader):
     """A loader of plans whose blocks are whose they are when they are submitted."""
 
@@ -238,9 +244,7 @@ class WatchedLoader(Loader):
         super().__init__(*given, **named)
 
     def submit(self, plan: LoadPlan, after: Any = None) -> None:
-        moves = LoadMoves(*plan.moves.__reduce__()[1])
-        moves._block_ids = self._hands.plan(moves._block_ids)
-        super().submit(replace(plan, moves=moves), after)
+        super().submit(replace(plan, moves=_PlannedMoves(plan.moves, self._hands)), after)
 
 
 class WatchedSaver(Saver):
