@@ -92,24 +92,12 @@ class S3Server:
     access_key: str
     secret_key: str
     _folder: Path = field(repr=False)
-    _gateway: "_Daemon" = field(repr=False)
 
     def admin(self, *arguments: str) -> None:
         """Run ``radosgw-admin``; again if a busy monitor refused it."""
         conf = ("-c", f"{self._folder}/ceph.conf", "-n", "client.rgw")
         command = ("radosgw-admin", *conf, *arguments)
         _until(lambda: bool(_succeeds(self._folder, *command)), " ".join(command))
-
-    def wait_until_ready(self) -> None:
-        """Wait until the gateway accepts connections, which it does last of all.
-
-        Raises RuntimeError if it ends by itself again and again.
-        """
-        _until(self._answers, f"radosgw at {self.endpoint_url}, see {self._folder}")
-
-    def _answers(self) -> bool:
-        self._gateway.keep_running()
-        return is_accepting(int(self.endpoint_url.rpartition(":")[2]))
 
 
 class CephUsers:
@@ -165,14 +153,19 @@ def ceph_radosgw(folder: Path) -> Iterator[S3Server]:
         _run(folder, "monmaptool", *monmap, f"{folder}/monmap")
         _start_cluster(folder, daemon)
         gateway = daemon("radosgw", "-n", "client.rgw")
-        server = S3Server(url, ACCESS_KEY, SECRET_KEY, folder, gateway)
+        server = S3Server(url, ACCESS_KEY, SECRET_KEY, folder)
         user = (
             *("radosgw-admin", "-c", str(conf), "-n", "client.rgw", "user", "create"),
             *("--uid=test", "--display-name=test"),
             *(f"--access-key={ACCESS_KEY}", f"--secret-key={SECRET_KEY}"),
         )
         _until(lambda: bool(_succeeds(folder, *user)), f"a user of radosgw, see {folder}")
-        server.wait_until_ready()
+
+        def answers() -> bool:
+            gateway.keep_running()
+            return is_accepting(port)
+
+        _until(answers, f"radosgw at {url}, see {folder}")
         yield server
     finally:
         for running in reversed(daemons):

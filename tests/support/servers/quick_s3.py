@@ -61,10 +61,6 @@ class Answer:
     body: tuple[memoryview, ...] = ()
     done: Callable[[], None] = lambda: None
 
-    @property
-    def reason(self) -> str:
-        return HTTPStatus(self.status).phrase
-
 
 def failure(status: int, code: str) -> Answer:
     return _xml(f"<Error><Code>{code}</Code><Message>{code}</Message></Error>", status)
@@ -89,6 +85,10 @@ class _Value:
     @property
     def nbytes(self) -> int:
         return len(self.content)
+
+    def told(self) -> str:
+        modified = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(self.modified_s))
+        return f"<Size>{self.nbytes}</Size><LastModified>{modified}</LastModified>"
 
 
 class Values:
@@ -172,35 +172,22 @@ class Values:
         with self._lock:
             names = sorted(name for name in self._values if name.startswith(start) and name > after)
             page = [(name, self._values[name]) for name in names[:limit]]
-        folders = ""
+        rows = []
         if delimiter := query.get("delimiter"):
             cut = {n: n[: n.find(delimiter, len(start)) + 1] for n in names}
-            known = sorted({folder for folder in cut.values() if folder})
             page = [(name, value) for name, value in page if not cut[name]]
             names = [name for name in names if not cut[name]]
-            folders = "".join(
-                f"<CommonPrefixes><Prefix>{self._shown(name, bucket, query)}</Prefix>"
-                "</CommonPrefixes>"
-                for name in known
-            )
-        more = len(names) > limit
-        rows = "".join(
-            f"<Contents><Key>{self._shown(name, bucket, query)}</Key><Size>{value.nbytes}</Size>"
-            f"<LastModified>{_time(value.modified_s)}</LastModified></Contents>"
-            for name, value in page
-        )
-        token = ""
+            rows = [("CommonPrefixes", "Prefix", f, "") for f in sorted({*cut.values()} - {""})]
+        rows += [("Contents", "Key", name, value.told()) for name, value in page]
+        more, shown = len(names) > limit, quote if "encoding-type" in query else escape
+        text = "<EncodingType>url</EncodingType>" if shown is quote else ""
+        text += f"<IsTruncated>{'true' if more else 'false'}</IsTruncated>"
         if more:
-            token = f"<NextContinuationToken>{escape(page[-1][0])}</NextContinuationToken>"
-        coding = "<EncodingType>url</EncodingType>" if "encoding-type" in query else ""
-        return _xml(
-            f"<ListBucketResult>{coding}<IsTruncated>{'true' if more else 'false'}</IsTruncated>"
-            f"{token}{rows}{folders}</ListBucketResult>"
-        )
-
-    def _shown(self, name: str, bucket: str, query: dict[str, str]) -> str:
-        key = name.removeprefix(f"{bucket}/")
-        return quote(key) if query.get("encoding-type") == "url" else escape(key)
+            text += f"<NextContinuationToken>{escape(page[-1][0])}</NextContinuationToken>"
+        for kind, tag, name, told in rows:
+            key = shown(name.removeprefix(f"{bucket}/"))
+            text += f"<{kind}><{tag}>{key}</{tag}>{told}</{kind}>"
+        return _xml(f"<ListBucketResult>{text}</ListBucketResult>")
 
     def _leave(self, value: _Value) -> None:
         with self._lock:
@@ -216,10 +203,6 @@ class Values:
         if value.readers == 0 and self._spare_bytes + value.nbytes <= SPARE_BYTES_MAX:
             self._spare[value.nbytes].append(value.content)
             self._spare_bytes += value.nbytes
-
-
-def _time(seconds: float) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(seconds))
 
 
 _MORE = getattr(socket, "MSG_MORE", 0)
@@ -331,7 +314,7 @@ class Reader:
 
 def head_of(answer: Answer) -> bytes:
     nbytes = sum(len(part) for part in answer.body)
-    lines = [f"HTTP/1.1 {answer.status} {answer.reason}"]
+    lines = [f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}"]
     lines += [f"{name}: {value}" for name, value in answer.headers.items()]
     if answer.status != 204:
         lines.append(f"Content-Length: {answer.headers.get('Content-Length', nbytes)}")
