@@ -48,7 +48,7 @@ they are saved. One is vLLM's null block."""
 ANSWER_TOKENS = 24
 SAVED_ANSWERS = (4, 1)
 """Tokens of the answers while prompts are saved. After one token, prompts end while they are."""
-ROUNDS_EACH, MUTANT_ROUNDS = 3, 24
+ROUNDS_EACH, MUTANT_ROUNDS, LOOKUP_S = 3, 24, 0.1
 NONSENSE = 0x41
 """Bytes of freed blocks: finite numbers in every dtype, far from any of the model's."""
 PATIENCE_S = 120.0
@@ -147,6 +147,15 @@ class Witness:
                 yield (move.prefix_hash, number, layer), page
 
 
+class _Driver(Driver):
+    """The index answers before the first step, so that one step admits all prompts."""
+
+    def _submit(self, prompt: Prompt) -> str:
+        name = super()._submit(prompt)
+        time.sleep(LOOKUP_S)
+        return name
+
+
 class Engine:
     def __init__(self, agent: AgentProcess) -> None:
         import vllm
@@ -174,7 +183,7 @@ class Engine:
         ):
             self._llm = vllm.LLM(**arguments(_job(agent)))
         self._agent = agent
-        self._driver = Driver(self._llm, inside=True)
+        self._driver = _Driver(self._llm, inside=True)
         connector: Any = get_kv_transfer_group()
         self._worker = connector.worker
         self.witness.watch(self._worker.loader)
