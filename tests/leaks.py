@@ -29,7 +29,7 @@ its lock, which is a semaphore between processes."""
 def held() -> Counter[str]:
     """What this process has open."""
     names: list[str] = []
-    kept = nursery.KEPT | {mark.fileno() for mark in ports.RESERVED.values()}
+    kept = nursery.KEPT | {mark.fileno() for mark in ports.RESERVED}
     for number in {*os.listdir("/proc/self/fd")} - {*map(str, kept)}:
         with suppress(FileNotFoundError):  # that of the folder itself
             names.append(f"descriptor of {os.readlink(f'/proc/self/fd/{number}')}")

@@ -16,10 +16,12 @@ def paths_of(held: HeldBackPayloads) -> set[str]:
     return set(held._by_path)
 
 
-def keys_of(cache: ArenaCache) -> list[str]:
-    """The keys of payloads that new readers find."""
+def forget_all(cache: ArenaCache) -> None:
+    """Empty an arena, except for what is being read."""
     with cache._lock:
-        return list(cache._by_key)
+        found = list(cache._by_key)
+    for key in found:
+        cache.forget(key)
 
 
 def threads_of(core: Core) -> int:

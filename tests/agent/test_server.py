@@ -36,7 +36,7 @@ def test_leases_end_with_their_connection(node: Node) -> None:
         ended(client, lease)
     assert node.arena_cache.leased() == 3
     client.close()
-    wait_until(lambda: not node.arena_cache.leased(), PATIENCE_S)
+    wait_until(lambda: not node.arena_cache.leased())
     assert [one.state for one in loaded(node.connect(), wanted)] == [CellState.READY] * 3
     wait_until(lambda: not node.arena_cache.leased())
 

@@ -7,7 +7,7 @@ import socket
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from threading import Event, Lock
@@ -71,8 +71,6 @@ class WatchedStore(MemoryStore):
 
 
 class Sleeper:
-    """A client that counts how often it was woken."""
-
     def __init__(self) -> None:
         self.woken = 0
 
@@ -118,61 +116,37 @@ class Node:
         limits = CoreLimits(threads, queue_max, keeps_all)
         board = AnswerBoard.create()
         self.core = Core(
-            self.cache,
-            self.arena,
-            limits,
-            self.recorder,
-            disk=disk,
-            changed=board.discard,
+            self.cache, self.arena, limits, self.recorder, disk=disk, changed=board.discard
         )
         self.arena_cache = self.core.arena_cache
-        self.saves = NodeSaves(
-            self.cache,
-            self.core,
-            NodeSaveLimits(2, saves_max, save_deadline_s, codec, may_save=may_save),
-            policy or put_policy("reused" if holds_back else "all"),
-            self.recorder,
-        )
+        save_limits = NodeSaveLimits(2, saves_max, save_deadline_s, codec, may_save=may_save)
+        policy = policy or put_policy("reused" if holds_back else "all")
+        self.saves = NodeSaves(self.cache, self.core, save_limits, policy, self.recorder)
         self.lookups = NodeLookups(self.index, self.arena_cache.held_back, self.core.found, board)
         board.vouch(FAR_S)
         self.folder = Path(tempfile.mkdtemp(prefix="objkv-", dir="/tmp"))
         self.path = path or self.folder / "s"
         self.http = Path(f"{self.path}.http")
-        self._server: AgentServer | None = None
+        self.server: Any = None
+        """None before ``listen``."""
         self.warnings = RecentWarnings()
         self.clients: list[AgentConnection] = []
 
-    @property
-    def server(self) -> AgentServer:
-        assert self._server is not None
-        return self._server
-
     def listen(self) -> "Node":
-        """Serve the socket."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind(str(self.path))
         listener.listen(64)
         prefetches = Prefetches(self.core, self.index, self.store)
         calls = NodeCalls(self.index, self.store, prefetches, self.saves.policy, ttl_s=3600)
-        self._server = AgentServer(
+        self.server = AgentServer(
             listener, self.core, self.saves, self.arena, self.lookups, calls, seals=self.seals
         )
         return self
 
-    def connect(
-        self, *, wants_arena: bool = True, outbox: int = -1, replica: str = ""
-    ) -> AgentConnection:
-        """A new connection, closed at the end."""
-        client = AgentConnection(
-            self.path,
-            wants_arena=wants_arena,
-            outbox=outbox,
-            replica=replica,
-            seals=self.seals,
-            call_s=PATIENCE_S,
-        )
-        self.clients.append(client)
-        return client
+    def connect(self, *, wants_arena: bool = True, **how: Any) -> AgentConnection:
+        usual = {"wants_arena": wants_arena, "seals": self.seals, "call_s": PATIENCE_S}
+        self.clients.append(AgentConnection(self.path, **usual, **how))
+        return self.clients[-1]
 
     def save(self, tokens: Sequence[int] = TOKENS, *, codec: str = "none") -> list[PayloadRequest]:
         """Store payloads; what to open."""
@@ -191,8 +165,8 @@ class Node:
     ) -> list[CachedPayload]:
         """Begin to load payloads, as a client of their own does; those that are taken."""
         self.found(*wanted)
-        claims = claims_of(wanted)
-        found = self.core.open(Sleeper(), claims, deadline_s=deadline_s, urgency=urgency)
+        how = {"deadline_s": deadline_s, "urgency": urgency}
+        found = self.core.open(Sleeper(), claims_of(wanted), **how)
         return [one for one in found if isinstance(one, CachedPayload)]
 
     def wanted(self, keys: Sequence[ChunkKey]) -> list[PayloadRequest]:
@@ -200,15 +174,16 @@ class Node:
 
     def found(self, *wanted: PayloadRequest) -> None:
         """A lookup of this node has just found these records."""
-        for key, record in [(one.claim.key, one.record) for one in wanted]:
-            self.core.found.add(key.namespace, [(key.prefix_hash, {key.field: record})])
+        for one in wanted:
+            key = one.claim.key
+            self.core.found.add(key.namespace, [(key.prefix_hash, {key.field: one.record})])
 
     def close(self) -> None:
         self.core.close(PATIENCE_S)
         for client in self.clients:
             client.close()
-        if self._server is not None:
-            self._server.close()
+        if self.server is not None:
+            self.server.close()
         self.lookups.board.close()
         self.saves.close(PATIENCE_S)
         if self.arena.view:
@@ -238,15 +213,11 @@ def making(kind: Callable[..., Made]) -> Iterator[Callable[..., Made]]:
 
 @contextmanager
 def outbox_of(payload: bytes) -> Iterator[ClientOutbox]:
-    """The agent's end of an outbox with a payload."""
-    box = Outbox(len(payload))
-    os.pwrite(box.fd, payload, 0)
-    outbox = ClientOutbox(os.dup(box.fd))
-    box.close()
-    try:
+    with closing(Outbox(len(payload))) as box:
+        os.pwrite(box.fd, payload, 0)
+        outbox = ClientOutbox(os.dup(box.fd))
+    with closing(outbox):
         yield outbox
-    finally:
-        outbox.close()
 
 
 def wanted_of(index: WriteIndex, keys: Sequence[ChunkKey]) -> list[PayloadRequest]:
@@ -301,29 +272,19 @@ REPLICAS: Any = SimpleNamespace(clients=7, is_accepting=True, seals=())
 @contextmanager
 def serving(node: Node, **places: Any) -> Iterator[AgentHttp]:
     """An agent's HTTP interface, next to its socket. It tells of ``REPLICAS``."""
+    checks = [
+        StoreCheck("bulk", "s3://kv", lambda: node.store.check()),
+        StoreCheck("index", "rediss://***@index", lambda: node.index.check()),
+    ]
+    how = {"role": "writer", "stores": checks, "warnings": node.warnings}
+    status = NodeStatus(node.core, node.saves, REPLICAS, node.recorder, **how)
     prefetches = Prefetches(node.core, node.index, node.store)
-    status = NodeStatus(
-        node.core,
-        node.saves,
-        REPLICAS,
-        node.recorder,
-        role="writer",
-        stores=[
-            StoreCheck("bulk", "s3://kv", lambda: node.store.check()),
-            StoreCheck("index", "rediss://***@index", lambda: node.index.check()),
-        ],
-        warnings=node.warnings,
-    )
-    server = AgentHttp(node.http, prefetches, status, **places)
-    try:
+    with closing(AgentHttp(node.http, prefetches, status, **places)) as server:
         yield server
-    finally:
-        server.close()
 
 
 @contextmanager
 def http_of(node: Node) -> Iterator[Path]:
-    """The socket of such an interface."""
     with serving(node):
         yield node.http
 
@@ -333,13 +294,11 @@ def ended(client: AgentConnection, lease: ArenaLease) -> Progress:
     progress = lease.progress
     while progress.state is CellState.FILLING:
         progress = client.arena.board.read(lease.cell)
-        if progress.state is CellState.FILLING:
-            assert client.wait(PATIENCE_S)
+        assert progress.state is not CellState.FILLING or client.wait(PATIENCE_S)
     return progress
 
 
 def opened(client: AgentConnection, wanted: Sequence[PayloadRequest]) -> list[ArenaLease]:
-    """Leases of payloads."""
     claims = claims_of(wanted)
     return client.open(claims, deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS)
 
@@ -353,7 +312,6 @@ def loaded(client: AgentConnection, wanted: Sequence[PayloadRequest]) -> list[Pr
 
 
 def claims_of(wanted: Sequence[PayloadRequest]) -> Claims:
-    """What to open."""
     return Claims.of([one.claim for one in wanted])
 
 
@@ -371,10 +329,7 @@ RIGHT = [bytes([number]) * 512 for number in range(2)]
 
 
 class Desk:
-    """A worker's end of saves."""
-
     def __init__(self, node: Node, **connecting: Any) -> None:
-        """``connecting``: of ``Node.connect``."""
         self.outbox = Outbox(8192)
         self.memory = np.frombuffer(mmap.mmap(self.outbox.fd, self.outbox.nbytes), np.uint8)
         self.now = 0.0
@@ -431,6 +386,5 @@ def paths(made: Sequence[bytes]) -> list[str]:
 
 
 def payloads(tokens: Sequence[int] = TOKENS) -> list[bytes]:
-    """Payloads as a worker makes them."""
     store = MemoryStore()
     return [bytes(store.get(key.path()) or b"") for key in save(store, None, tokens)]

@@ -23,7 +23,7 @@ from objkv.telemetry import MemoryRecorder, NullRecorder
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
 from tests.support.samples import IDENTITY, NAMESPACE, save, save_identity
-from tests.support.servers.redis import wait_until
+from tests.support.waiting import wait_until
 
 BOUND_S = 120
 

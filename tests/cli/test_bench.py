@@ -22,7 +22,7 @@ from tests.contracts.memory_index import MemoryIndex
 from tests.support.agents import agent_folder
 from tests.support.samples import NAMESPACE as FLEETS
 from tests.support.samples import save_identity
-from tests.support.servers.redis import wait_until
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import pytest
 from tests.agent.world import Node, http_of
 from tests.cli.conftest import Machine, Run
 from tests.monitoring.prometheus import serving
-from tests.support.servers.redis import wait_until
+from tests.support.waiting import wait_until
 
 
 def told_by_a_replica(number: int) -> str:

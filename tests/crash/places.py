@@ -18,10 +18,11 @@ from objkv.ops.backends_view import BackendsView
 from objkv.ops.programs import die_with_parent
 from objkv.stores.s3.client import open_s3_access
 from objkv.telemetry import NullRecorder
-from tests.support.servers.ports import free_port
+from tests.support.servers.listener import Listener
+from tests.support.servers.ports import free_port, is_accepting
 from tests.support.servers.quick_s3 import quick_s3_process
-from tests.support.servers.redis import RedisServer, valkey_server, wait_until
-from tests.support.servers.spoil import SpoilS3
+from tests.support.servers.redis import RedisServer, valkey_server
+from tests.support.waiting import wait_until
 
 BUCKET = "kv-cache"
 LEASE_MS = 40
@@ -74,6 +75,26 @@ class FolderPlace(Place):
         if self.config.index_url != "bulk:":
             for record in _records(self.used):
                 self.used.admin.drop(*record)
+
+
+class _Gateway(Listener):
+    """Carries bytes to a server and back."""
+
+    def __init__(self, target: tuple[str, int], port: int) -> None:
+        self._target = target
+        super().__init__(port)
+
+    def serve(self, connection: socket.socket) -> None:
+        with socket.create_connection(self._target) as server:
+            threading.Thread(target=_carry, args=(server, connection), daemon=True).start()
+            _carry(connection, server)
+
+
+def _carry(source: socket.socket, target: socket.socket) -> None:
+    with suppress(OSError):
+        while some := source.recv(1 << 20):
+            target.sendall(some)
+        target.shutdown(socket.SHUT_RDWR)
 
 
 class ServerPlace(Place):
@@ -133,16 +154,11 @@ class ServerPlace(Place):
         if self._gateway == 0:
             die_with_parent()
             try:
-                SpoilS3(self._target, port=self._port)
+                _Gateway(self._target, self._port)
                 threading.Event().wait()
             finally:
                 os._exit(1)
-        wait_until(self._answers, "the gateway")
-
-    def _answers(self) -> bool:
-        with suppress(OSError), socket.create_connection(("127.0.0.1", self._port), 1):
-            return True
-        return False
+        wait_until(lambda: is_accepting(self._port), "the gateway")
 
 
 @contextmanager

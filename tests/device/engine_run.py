@@ -19,7 +19,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from copy import copy
 from dataclasses import asdict, dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -31,8 +30,9 @@ from objkv.transfer.plan import ChunkMove, LoadOutcome, LoadPlan, SavePlan
 from objkv.transfer.saver import Saver
 from tests.device import simulated
 from tests.device.mutants import MUTANTS
-from tests.engine import model
+from tests.engine.job import Generate, Job, Output, Prompt, Settle
 from tests.engine.prompts import tokens_of
+from tests.engine.replica import Driver, arguments
 from tests.support.agents import AgentProcess
 from tests.support.plans import unpacked
 from tests.support.waiting import wait_until
@@ -40,7 +40,7 @@ from tests.support.waiting import wait_until
 SLOW_US, SAVE_US = (500, 2500), 400_000
 """How long each operation of a lane takes, at least and at most, and how long a save waits before
 it reads its blocks: until after the next two steps, even on a busy machine."""
-BLOCK_TOKENS, CHUNK_TOKENS, PROMPTS = 32, 160, 4
+CHUNK_TOKENS, PROMPTS = 160, 4
 PROMPT_TOKENS = 2 * CHUNK_TOKENS
 BLOCKS = 41
 """Just enough for all prompts, and none is left for their answers: then some are preempted while
@@ -52,11 +52,7 @@ ROUNDS_EACH, MUTANT_ROUNDS, LOOKUP_S = 3, 24, 0.1
 NONSENSE = 0x41
 """Bytes of freed blocks: finite numbers in every dtype, far from any of the model's."""
 PATIENCE_S = 120.0
-AGENT = {
-    "agent_memory_bytes": "64MiB",
-    "save_deadline_ms": "600s",
-}
-"""Settings of an agent."""
+AGENT = {"agent_memory_bytes": "64MiB", "save_deadline_ms": "600s"}
 _DEVICE = "sim:0"
 
 
@@ -151,6 +147,15 @@ class Witness:
                 yield (move.prefix_hash, number, layer), page
 
 
+class _Driver(Driver):
+    """The index answers before the first step, so that one step admits all prompts."""
+
+    def _submit(self, prompt: Prompt) -> str:
+        name = super()._submit(prompt)
+        time.sleep(LOOKUP_S)
+        return name
+
+
 class Engine:
     def __init__(self, agent: AgentProcess) -> None:
         import vllm
@@ -176,15 +181,12 @@ class Engine:
             patch.object(ObjKVConnector, "register_kv_caches", register_on_device),
             patch.object(wiring, "Saver", self.witness.open_saver),
         ):
-            self._llm = vllm.LLM(**_arguments(agent))
+            self._llm = vllm.LLM(**arguments(_job(agent)))
         self._agent = agent
-        self._engine = self._llm.llm_engine
-        self._scheduler: Any = self._engine.engine_core.engine_core.scheduler
+        self._driver = _Driver(self._llm, inside=True)
         connector: Any = get_kv_transfer_group()
         self._worker = connector.worker
         self.witness.watch(self._worker.loader)
-        self._params = vllm.SamplingParams(temperature=0, ignore_eos=True, detokenize=False)
-        self._requests = 0
         simulated.slow(_DEVICE, *SLOW_US)
         simulated.slow(simulated.default_stream(_DEVICE), 0, 0)
 
@@ -195,51 +197,29 @@ class Engine:
         *,
         salt: str | None = None,
         aborted: int | None = None,
-    ) -> "Answers":
+    ) -> tuple[Output, ...]:
         """Run prompts at once. At the end all blocks are free, and nonsense. ``aborted``: index of
         the prompt that is aborted after some steps."""
-        params = copy(self._params)
-        params.max_tokens = answer_tokens
-        requests = {}
-        for number, tokens in enumerate(prompts):
-            self._requests += 1
-            requests[f"request {self._requests}"] = number
-            inputs: dict[str, Any] = {"prompt_token_ids": list(tokens)}
-            if salt is not None:
-                inputs["cache_salt"] = salt
-            self._engine.add_request(f"request {self._requests}", inputs, params)
-        time.sleep(LOOKUP_S)  # the index answers meanwhile, so one step admits all prompts
-        answers = Answers([()] * len(prompts))
-        end, steps = time.monotonic() + PATIENCE_S, 0
-        while requests:
-            assert time.monotonic() < end, f"requests that never end: {requests}"
-            for output in self._engine.step():
-                if output.finished:
-                    number = requests.pop(output.request_id)
-                    answers.tokens[number] = tuple(output.outputs[0].token_ids)
-                    answers.cached += output.num_cached_tokens or 0
-            steps += 1
-            for name in [n for n, number in requests.items() if number == aborted and steps > 2]:
-                self._engine.abort_request([name])
-                del requests[name]
-        while self._scheduler.has_requests():
-            assert time.monotonic() < end, "blocks that are never free"
-            self._engine.step()
+        asked = (
+            Prompt(
+                tokens=tokens,
+                max_tokens=answer_tokens,
+                cache_salt=salt,
+                abort_after_steps=3 if number == aborted else None,
+            )
+            for number, tokens in enumerate(prompts)
+        )
+        for step in (Generate(prompts=tuple(asked)), Settle(seconds_max=PATIENCE_S)):
+            self._driver.take(step)
+        assert self._driver.answers.pop(), "blocks that are never free"
+        end = time.monotonic() + PATIENCE_S
         while not self._llm.reset_prefix_cache():
             assert time.monotonic() < end, "blocks that are still in use"
-            self._engine.step()
+            self._llm.llm_engine.step()
         self.cache.spoil()
         assert self._worker.saver.drain(PATIENCE_S)
         wait_until(lambda: not self._agent.metrics()["unsaved_payloads"])
-        return answers
-
-
-@dataclass
-class Answers:
-    """The tokens of each prompt, and how many tokens of all prompts were not computed."""
-
-    tokens: list[tuple[int, ...]]
-    cached: int = 0
+        return self._driver.outputs.pop()
 
 
 def _then_model_waits(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -252,14 +232,7 @@ def _then_model_waits(method: Callable[..., Any]) -> Callable[..., Any]:
     return waited
 
 
-def _stores(folder: str) -> dict[str, str]:
-    return {
-        "bulk_url": f"file://{folder}/chunks",
-        "index_url": f"sqlite:///{folder}/index.sqlite",
-    }
-
-
-def _arguments(agent: AgentProcess) -> dict[str, Any]:
+def _job(agent: AgentProcess) -> Job:
     extra = {
         "load_mode": "async",
         "admission": "always",
@@ -273,20 +246,13 @@ def _arguments(agent: AgentProcess) -> dict[str, Any]:
         "kv_connector_extra_config": extra,
         "kv_load_failure_policy": "recompute",
     }
-    return {
-        "model": str(model.make("llama")),
-        "skip_tokenizer_init": True,
-        "dtype": "float32",
-        "enforce_eager": True,
+    engine = {
         "max_model_len": 512,
         "max_num_seqs": PROMPTS,
         "num_gpu_blocks_override": BLOCKS,
-        "block_size": BLOCK_TOKENS,
         "kv_cache_memory_bytes": 64 << 20,
-        "seed": 0,
-        "distributed_executor_backend": "uni",
-        "kv_transfer_config": transfer,
     }
+    return Job(steps=(), connector=transfer, engine=engine)
 
 
 @dataclass
@@ -321,15 +287,15 @@ def judge(engine: Engine, rounds: int, *, seed: int, name: str = "") -> Verdict:
                 seeds = range((seed + nth) * PROMPTS, (seed + nth + 1) * PROMPTS)
                 prompts = [tokens_of(PROMPT_TOKENS, seed=each) for each in seeds]
                 cold = engine.round(prompts, ANSWER_TOKENS, salt=f"computed {seed + nth}")
-                assert not cold.cached
+                assert not any(one.cached_tokens for one in cold)
                 engine.round(prompts, SAVED_ANSWERS[nth % len(SAVED_ANSWERS)])
             aborted = number % PROMPTS if at == ROUNDS_EACH - 1 else None
             warm = engine.round(prompts, ANSWER_TOKENS, aborted=aborted)
-            pairs = enumerate(zip(warm.tokens, cold.tokens, strict=True))
+            pairs = [pair for n, pair in enumerate(zip(warm, cold, strict=True)) if n != aborted]
             verdict.rounds += 1
-            verdict.equal += all(a == b for n, (a, b) in pairs if n != aborted)
-            verdict.hit_share += warm.cached
-            possible += (PROMPTS - (aborted is not None)) * PROMPT_TOKENS
+            verdict.equal += all(a.tokens == b.tokens for a, b in pairs)
+            verdict.hit_share += sum(a.cached_tokens or 0 for a, _ in pairs)
+            possible += len(pairs) * PROMPT_TOKENS
             verdict.compared, verdict.wrong = engine.witness.compared, engine.witness.wrong
             if not verdict.is_right:
                 break
@@ -346,7 +312,11 @@ def main() -> None:
     simulated.seed(1)
     mutants = [None, *(one for one in MUTANTS if one.name in names)]
     with tempfile.TemporaryDirectory(prefix="objkv-") as folder, ExitStack() as stack:
-        agent = stack.enter_context(AgentProcess(_stores(folder) | AGENT, fresh=True))
+        stores = {
+            "bulk_url": f"file://{folder}/chunks",
+            "index_url": f"sqlite:///{folder}/index.sqlite",
+        }
+        agent = stack.enter_context(AgentProcess(stores | AGENT, fresh=True))
         engine = Engine(agent)
         for number, mutant in enumerate(mutants):
             if mutant is None:

@@ -8,34 +8,19 @@ streams slow, and compares all bytes.
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
 
 from tests.device import simulated
-from tests.device.devices import SIMULATED, open_device
+from tests.device.devices import SIMULATED, Verdict, open_device, report, tried
 from tests.device.ordering import loads, saves, steps
-from tests.device.ordering.rig import REGISTERED, Delay, OrderRig, Scenario
+from tests.device.ordering.rig import REGISTERED, Delay, OrderRig, Scenario, Setup
 
-SCENARIOS: Final = (
-    *loads.SCENARIOS,
-    *saves.SCENARIOS,
-    *steps.SCENARIOS,
-)
+SCENARIOS: Final = (*loads.SCENARIOS, *saves.SCENARIOS, *steps.SCENARIOS)
 _MATRIX: Final = 4096
 _PRODUCTS: Final = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    name: str
-    description: str
-    is_right: bool
-    """Whether all bytes were right, and no wait took too long."""
-    fault: str
-    """The exception that ended the scenario, or empty."""
-    seconds: float
 
 
 def run_scenarios(
@@ -54,15 +39,12 @@ def run_scenarios(
         setup = replace(scenario.setup, way=way)
         if patience_s is not None:
             setup = replace(setup, patience_s=patience_s)
-        started = time.monotonic()
-        is_right, fault = False, ""
-        try:
+
+        def run(scenario: Scenario = scenario, setup: Setup = setup) -> bool:
             with OrderRig(device, delay, setup, seed) as one:
-                is_right = scenario.run(one)
-        except Exception as exc:
-            fault = f"{type(exc).__name__}: {exc}".splitlines()[0]
-        seconds = time.monotonic() - started
-        yield Verdict(scenario.name, scenario.description, is_right and not fault, fault, seconds)
+                return scenario.run(one)
+
+        yield tried(f"{way}, {scenario.name}", run)
 
 
 def busy_kernel(device: torch.device) -> Delay:
@@ -98,14 +80,7 @@ def _seconds(api: Any, device: torch.device, work: Callable[[], object]) -> floa
 def main(kind: str, way: str) -> int:
     device = open_device(kind)
     delay = simulated_delay if kind == SIMULATED else None
-    failed = False
-    for verdict in run_scenarios(device, delay=delay, way=way):
-        failed = failed or not verdict.is_right
-        fault = "" if verdict.is_right else f": {verdict.description}: {verdict.fault}"
-        print(
-            f"{'ok' if verdict.is_right else 'FAILED':6} {way}, {verdict.name}{fault}", flush=True
-        )
-    return int(failed)
+    return report(run_scenarios(device, delay=delay, way=way))
 
 
 def simulated_delay(stream: Any, seconds: float) -> None:

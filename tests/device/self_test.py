@@ -9,7 +9,7 @@ kernels, and PyTorch's. A host lane does the same on the CPU, and all bytes must
 import math
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +25,8 @@ from objkv.transfer.kernels import PageKernels, TritonKernels
 from objkv.transfer.lanes import Lane, PagedLayers, Recast
 from objkv.transfer.paging import GroupShape, PagedGroup, check_pages
 from tests.device import simulated
-from tests.device.devices import SIMULATED, open_device
+from tests.device.devices import SIMULATED, Verdict, open_device, report, tried
+from tests.support.layouts import placed
 
 _LAYERS, _BLOCKS = 3, 24
 _MOVED, _CHUNKS = 8, 2
@@ -34,24 +35,10 @@ Shape = tuple[int, int, int]
 """Heads, block size, content."""
 
 
-def _hnd(memory: torch.Tensor, shape: Shape) -> Sequence[torch.Tensor]:
-    return memory.view(_LAYERS, _BLOCKS, *shape).unbind(0)
-
-
-def _nhd(memory: torch.Tensor, shape: Shape) -> Sequence[torch.Tensor]:
-    heads, size, content = shape
-    return memory.view(_LAYERS, _BLOCKS, size, heads, content).transpose(2, 3).unbind(0)
-
-
-def _layers_in_blocks(memory: torch.Tensor, shape: Shape) -> Sequence[torch.Tensor]:
-    return memory.view(_BLOCKS, _LAYERS, *shape).unbind(1)
-
-
 @dataclass(frozen=True, slots=True)
 class CacheForm:
     name: str
-    layers: Callable[[torch.Tensor, Shape], Sequence[torch.Tensor]]
-    """Makes each layer's ``[blocks, heads, block size, content]`` of all memory."""
+    layout: str
     shape: Shape
     dtype: torch.dtype = torch.bfloat16
     kernel_blocks: int = 1
@@ -72,29 +59,22 @@ class CacheForm:
             block_size=size * self.kernel_blocks,
             rank_shard=rank,
         )
-        return PagedGroup(shape, self.layers(memory.view(self.dtype), self.shape))
+        sizes = (_LAYERS, _BLOCKS, *self.shape)
+        return PagedGroup(shape, placed(memory.view(self.dtype), self.layout, sizes).unbind(0))
 
 
+_HND, _NHD = "LBHNC", "LBNHC"
 FORMS = (
-    CacheForm("HND", _hnd, (8, 16, 128)),
-    CacheForm("NHD", _nhd, (8, 16, 128)),
-    CacheForm("one head, as with MLA", _hnd, (1, 64, 576)),
-    CacheForm("layers within blocks", _layers_in_blocks, (8, 16, 128)),
-    CacheForm("fp8, HND", _hnd, (8, 32, 128), torch.float8_e4m3fn),
-    CacheForm("fp8, NHD", _nhd, (8, 32, 128), torch.float8_e4m3fn),
-    CacheForm("content of odd length, NHD", _nhd, (3, 16, 33)),
-    CacheForm("split kernel blocks, HND", _hnd, (8, 16, 128), kernel_blocks=2),
-    CacheForm("split kernel blocks, NHD", _nhd, (8, 16, 128), kernel_blocks=2),
+    CacheForm("HND", _HND, (8, 16, 128)),
+    CacheForm("NHD", _NHD, (8, 16, 128)),
+    CacheForm("one head, as with MLA", _HND, (1, 64, 576)),
+    CacheForm("layers within blocks", "BLHNC", (8, 16, 128)),
+    CacheForm("fp8, HND", _HND, (8, 32, 128), torch.float8_e4m3fn),
+    CacheForm("fp8, NHD", _NHD, (8, 32, 128), torch.float8_e4m3fn),
+    CacheForm("content of odd length, NHD", _NHD, (3, 16, 33)),
+    CacheForm("split kernel blocks, HND", _HND, (8, 16, 128), kernel_blocks=2),
+    CacheForm("split kernel blocks, NHD", _NHD, (8, 16, 128), kernel_blocks=2),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class LaneCase:
-    name: str
-    ok: bool | None
-    """None if it cannot be tested here."""
-    detail: str = ""
-    """Its fault, or the reason for skipping it."""
 
 
 def one_way(
@@ -105,18 +85,16 @@ def one_way(
     return way
 
 
-def run_self_test(device: torch.device) -> Iterator[LaneCase]:
+def run_self_test(device: torch.device) -> Iterator[Verdict]:
     driver = driver_of(device)
     for form in FORMS:
         for name, way in _ways(driver):
-            yield _case(f"{form.name}: {name}", partial(_move_all, form, device, way))
-        yield _case(f"{form.name}: check at start", partial(_start, form, device))
+            yield tried(f"{form.name}: {name}", partial(_move_all, form, device, way))
+        yield tried(f"{form.name}: check at start", partial(_start, form, device))
     if not isinstance(driver.kernels, TritonKernels):
-        yield LaneCase(
-            "Triton kernels", None, "not used: this device's driver has no Triton kernels"
-        )
+        yield Verdict("Triton kernels", None, "this device's driver has none")
     if driver.batch_copy is None:
-        yield LaneCase("batches of copies", None, "this device's driver has none")
+        yield Verdict("batches of copies", None, "this device's driver has none")
 
 
 def _ways(driver: DeviceDriver) -> Iterator[tuple[str, DeviceDriver]]:
@@ -130,20 +108,12 @@ def _ways(driver: DeviceDriver) -> Iterator[tuple[str, DeviceDriver]]:
         yield "batches of copies", one_way(driver, kernels, driver.batch_copy)
 
 
-def _case(name: str, work: Callable[[], None]) -> LaneCase:
-    fault = ""
-    try:
-        work()
-    except Exception as exc:  # a kernel that does not compile, an address that does not exist
-        fault = f"{type(exc).__name__}: {exc}".splitlines()[0]
-    return LaneCase(name, not fault, fault)
-
-
-def _start(form: CacheForm, device: torch.device) -> None:
+def _start(form: CacheForm, device: torch.device) -> bool:
     check_pages(form.group(_random(form.nbytes, 0).to(device)), open_lane(device))
+    return True
 
 
-def _move_all(form: CacheForm, device: torch.device, way: DeviceDriver) -> None:
+def _move_all(form: CacheForm, device: torch.device, way: DeviceDriver) -> bool:
     """Scatter and gather pages. Raises ``TransferError`` if any byte is wrong then."""
     lane, copies = DeviceLane(device, way, urgent=True), (way.kernels, way.batch_copy)
     memory = _random(form.nbytes, 0)
@@ -162,6 +132,7 @@ def _move_all(form: CacheForm, device: torch.device, way: DeviceDriver) -> None:
     lane.mark().wait()
     _check(torch.equal(gathered, _gathered(host, Lane())), "wrong bytes after a gather")
     _check(torch.equal(there.cpu(), memory), "a gather changed the cache")
+    return True
 
 
 def _check(is_right: bool, fault: str) -> None:
@@ -215,12 +186,7 @@ def main(kind: str) -> int:
     use_batched_copies(device)
     if kind == SIMULATED:
         simulated.DRIVER.use_batch_copy(True)
-    failed = False
-    for case in run_self_test(device):
-        failed = failed or case.ok is False
-        word = {True: "ok", False: "FAILED", None: "-"}[case.ok]
-        print(f"{word:6} {case.name}{case.detail and ': ' + case.detail}", flush=True)
-    return int(failed)
+    return report(run_self_test(device))
 
 
 if __name__ == "__main__":

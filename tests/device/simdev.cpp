@@ -656,13 +656,11 @@ struct HostMemory final : at::HostAllocator {
   }
   void add_read_only(int64_t address, int64_t size) {
     count("register");
-    TORCH_CHECK(registers_read_only, "sim: the device registers no read-only memory");
     auto* const at = (uint8_t*)address;
     if (!is_mapped(at, size, 'r')) refuse("not mapped");
     Lock held(lock);
     insert(at, {.size = size_t(size), .is_read_only = true});
   }
-  std::atomic<bool> registers_read_only{true};
   void insert(uint8_t* at, Registered fresh) {
     for (const auto& [other, size] : pinned)
       if (at < other + size && other < at + fresh.size) refuse("already pinned");
@@ -1176,7 +1174,6 @@ void register_host(const at::Tensor& memory) { host_memory().add(memory); }
 void register_read_only(int64_t address, int64_t size) {
   host_memory().add_read_only(address, size);
 }
-void allow_read_only(bool on) { host_memory().registers_read_only = on; }
 void unregister_host(int64_t address) { host_memory().remove(address); }
 void forget_dead_hosts() { host_memory().forget_dead(); }
 void trim() {
@@ -1241,7 +1238,6 @@ TORCH_LIBRARY(simdev, m) {
   m.def("register_host(Tensor memory) -> ()", simdev::register_host);
   m.def("unregister_host(int address) -> ()", simdev::unregister_host);
   m.def("register_read_only(int address, int size) -> ()", simdev::register_read_only);
-  m.def("allow_read_only(bool on) -> ()", simdev::allow_read_only);
   m.def("kernel_view(Tensor t) -> Tensor", simdev::kernel_view);
   m.def("forget_dead_hosts() -> ()", simdev::forget_dead_hosts);
   m.def("trim() -> ()", simdev::trim);

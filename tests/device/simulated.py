@@ -14,7 +14,8 @@ import tempfile
 import threading
 import types
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ def _module() -> types.ModuleType:
         ),
         "default_stream": default_stream,
         "set_stream": torch.accelerator.set_stream,
-        "stream": _OnStream,
+        "stream": _on_stream,
         "get_device_name": lambda device=None: "simulated device",
         "mem_get_info": lambda device=None: torch._C._accelerator_getMemoryInfo(
             _device(device).index
@@ -113,29 +114,26 @@ def _module() -> types.ModuleType:
         "manual_seed_all": lambda seed: None,
         "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
     }
-    for name, function in functions.items():
-        setattr(module, name, function)
+    vars(module).update(functions)
     return module
 
 
-class _OnStream:
-    """Selects a stream and its device for a ``with`` statement, like ``torch.cuda.stream``.
-    ``torch.Stream`` itself keeps the previous stream in the object, which threads may share."""
-
-    def __init__(self, stream: torch.Stream | None) -> None:
-        self._stream = stream
-
-    def __enter__(self) -> None:
-        if self._stream is not None:
-            self._device = torch.accelerator.current_device_index()
-            self._before = torch.accelerator.current_stream(self._stream.device.index)
-            torch.accelerator.set_device_index(self._stream.device.index)
-            torch.accelerator.set_stream(self._stream)
-
-    def __exit__(self, *_: object) -> None:
-        if self._stream is not None:
-            torch.accelerator.set_stream(self._before)
-            torch.accelerator.set_device_index(self._device)
+@contextmanager
+def _on_stream(stream: torch.Stream | None) -> Iterator[None]:
+    """Select a stream and its device, like ``torch.cuda.stream``. ``torch.Stream`` itself keeps the
+    previous stream in the object, which threads may share."""
+    if stream is None:
+        yield
+        return
+    device = torch.accelerator.current_device_index()
+    before = torch.accelerator.current_stream(stream.device.index)
+    torch.accelerator.set_device_index(stream.device.index)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+        torch.accelerator.set_device_index(device)
 
 
 def _device(device: torch.device | str | int | None) -> torch.device:
@@ -223,13 +221,7 @@ def seed(number: int) -> None:
     torch.ops.simdev.set_seed(number)
 
 
-def cost(
-    *,
-    launch_us: float = 3.0,
-    copy_gbps: float = 50.0,
-    kernel_gbps: float = 1000.0,
-    dry: bool = False,
-) -> None:
+def cost(*, launch_us: float, copy_gbps: float, kernel_gbps: float, dry: bool) -> None:
     """Make operations take their time on a device of these speeds, at least.
 
     Args:
@@ -253,7 +245,6 @@ def reset() -> None:
     relax()
     torch.ops.simdev.settle()
     torch.ops.simdev.set_cost(0.0, 0.0, 0.0, False)
-    allow_read_only(True)
     DRIVER.use_batch_copy(False)
     torch.ops.simdev.take_error()
     torch.ops.simdev.forget_dead_hosts()
@@ -263,11 +254,6 @@ def reset() -> None:
 
 def sleep(us: int) -> None:
     torch.ops.simdev.sleep(us)
-
-
-def allow_read_only(on: bool) -> None:
-    """Whether the device registers memory that is mapped read-only, as some do. By default yes."""
-    torch.ops.simdev.allow_read_only(on)
 
 
 def take_error() -> str:
@@ -296,6 +282,15 @@ def counts(reset: bool = True) -> Counter[tuple[str, str]]:
         name = alive.get(thread) or _names.get(thread) or f"thread {thread}"
         found[call, name] += number
     return found
+
+
+def calls(counted: Counter[tuple[str, str]], thread: str = "") -> dict[str, int]:
+    """What threads called whose names begin with ``thread``."""
+    found: Counter[str] = Counter()
+    for (call, name), number in counted.items():
+        if name.startswith(thread):
+            found[call] += number
+    return dict(found)
 
 
 def kernel_view(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,8 @@
 """The encoder cache on a device: the bytes are right whatever is late, and the forward thread waits
 for nothing."""
 
-from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from time import monotonic, sleep
 from types import ModuleType
 from typing import Any
@@ -24,6 +23,7 @@ from tests.connector.encoder.world import (
     request,
 )
 from tests.device import simulated
+from tests.device.simulated import calls
 
 DEVICE = "sim:1"
 """Not the first one, on which every thread starts."""
@@ -48,10 +48,8 @@ def place() -> Place:
     return Place()
 
 
-@contextmanager
-def started(place: Place, device: str = DEVICE) -> Iterator[Replica]:
-    with replica(place, form=FORM, device=device) as one:
-        yield one
+def started(place: Place, device: str = DEVICE) -> AbstractContextManager[Replica]:
+    return replica(place, form=FORM, device=device)
 
 
 @contextmanager
@@ -94,14 +92,6 @@ def stored(place: Place, name: str) -> torch.Tensor:
     with started(place, "cpu") as other:
         assert other.see(request("b", name, embeds=ROWS)) == [], "not saved"
         return other.cache[name]
-
-
-def calls(counts: Counter[tuple[str, str]], thread: str) -> dict[str, int]:
-    found: Counter[str] = Counter()
-    for (call, name), number in counts.items():
-        if name.startswith(thread):
-            found[call] += number
-    return dict(found)
 
 
 FORWARD, SAVES = "MainThread", "objkv-save-outputs"

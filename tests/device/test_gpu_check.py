@@ -14,8 +14,8 @@ def test_every_layout_is_right_in_every_way(sim: ModuleType) -> None:
     sim.slow("sim", 0, 300)
     sim.DRIVER.use_batch_copy(True)
     cases = list(run_self_test(torch.device("sim", 0)))
-    assert not [case for case in cases if case.ok is False]
-    tested = {case.name.partition(": ")[2] for case in cases if case.ok}
+    assert not [case for case in cases if case.is_right is False]
+    tested = {case.name.partition(": ")[2] for case in cases if case.is_right}
     assert tested == {
         "the driver's kernels",
         "PyTorch's kernels",

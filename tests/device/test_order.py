@@ -16,12 +16,7 @@ import torch
 
 from objkv.connector.kv.metadata import StepPlan
 from tests.device.gpu_order import SCENARIOS, run_scenarios, simulated_delay
-from tests.device.mutants import (
-    BY_NAME,
-    MUTANTS,
-    play,
-    rounds_to_find,
-)
+from tests.device.mutants import BY_NAME, MUTANTS, play, rounds_to_find
 from tests.device.ordering.rig import (
     REFUSED,
     REGISTERED,

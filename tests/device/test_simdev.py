@@ -3,7 +3,6 @@ registration, counters. Its kernels are compared in ``test_gpu_check``."""
 
 import mmap
 import warnings
-from collections import Counter
 from tempfile import TemporaryFile
 from types import ModuleType
 
@@ -11,19 +10,13 @@ import pytest
 import torch
 
 from tests.device import simulated
+from tests.device.simulated import calls
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
     """The present bytes of device memory, once all streams are done."""
     torch.ops.simdev.settle()
     return simulated.kernel_view(tensor)
-
-
-def calls(found: Counter[tuple[str, str]]) -> dict[str, int]:
-    total: Counter[str] = Counter()
-    for (call, _), number in found.items():
-        total[call] += number
-    return dict(total)
 
 
 @pytest.fixture

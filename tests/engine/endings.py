@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import objkv
 from objkv.stores.base import Buffer
 from tests.engine.job import Call
-from tests.support.servers.redis import wait_until
+from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
     from tests.support.nursery import Fork

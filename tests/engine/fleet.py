@@ -16,7 +16,7 @@ from typing import Any
 from objkv.keys.prefix import PromptExtras, prefix_hashes
 from tests.engine.endings import DRAIN_S
 from tests.engine.job import Call, Generate, Job, Prompt, ResetPrefixCache, Settle, Step
-from tests.support.servers.redis import wait_until
+from tests.support.waiting import wait_until
 
 BLOCK = 32
 CHUNK = 128

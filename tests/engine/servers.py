@@ -28,7 +28,8 @@ from tests.engine.endings import (
 )
 from tests.engine.harness import environment, nursery
 from tests.engine.job import Prompt
-from tests.support.servers.redis import free_port, wait_until
+from tests.support.servers.redis import free_port
+from tests.support.waiting import wait_until
 
 READY_S = 600.0
 """On a busy machine."""

@@ -25,7 +25,7 @@ from tests.engine.harness import Replica, run_replica
 from tests.engine.job import Call, Generate, Job, Touch, WaitFor
 from tests.engine.prompts import prompt_of
 from tests.engine.scenario import Values, scenario
-from tests.support.servers.redis import wait_until
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 WAYS = {

@@ -15,7 +15,7 @@ from objkv.ops.gpu_check import GpuCase, GpuCheck
 from tests.engine.harness import VLLM_CACHE
 from tests.engine.scenario import Values, scenario
 from tests.support.agents import agent_folder
-from tests.support.servers.redis import wait_until
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 COMMAND = (sys.executable, "-c", "from objkv.cli.app import main; main()")

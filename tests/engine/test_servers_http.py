@@ -18,7 +18,8 @@ from tests.engine.prompts import prompt_of
 from tests.engine.scenario import Values, scenario
 from tests.engine.servers import PATIENT, Answer, Server
 from tests.support.agents import AgentProcess
-from tests.support.servers.redis import RedisServer, valkey_server, wait_until
+from tests.support.servers.redis import RedisServer, valkey_server
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 SHARED, LAST = (prompt_of(600, seed=seed) for seed in range(2))

@@ -22,7 +22,8 @@ from tests.faults.places import BODIES, Place, Servers, Undo
 from tests.support.agents import AgentProcess
 from tests.support.samples import CHUNK, NAMESPACE, save
 from tests.support.servers.process import freeze, has_ended
-from tests.support.servers.spoil import Spoil, wait_for
+from tests.support.servers.spoil import Spoil
+from tests.support.waiting import wait_for
 
 PATIENCE_S = 60.0
 ARENA_BYTES = 1 << 20
@@ -178,11 +179,11 @@ class AgentPlace(Place):
             is_killed.set()
             agent.kill()
 
-        self.servers.s3_proxy.spoil(Spoil("hook", BODIES, hook=kill))
+        self.servers.spoil_s3.spoil(Spoil("hook", BODIES, hook=kill))
 
         def undo() -> None:
-            self.servers.s3_proxy.mend()
-            if is_killed.is_set():  # ``poll`` knows nothing while the proxy's thread waits for it
+            self.servers.spoil_s3.mend()
+            if is_killed.is_set():  # ``poll`` knows nothing while the server's thread waits for it
                 agent.process.wait(PATIENCE_S)
             self._revive()
 
@@ -260,8 +261,8 @@ class AgentPlace(Place):
         return undo
 
     def _spoil(self, rule: Spoil) -> Undo:
-        self.servers.s3_proxy.spoil(rule)
-        return self.servers.s3_proxy.mend
+        self.servers.spoil_s3.spoil(rule)
+        return self.servers.spoil_s3.mend
 
 
 def _claim(key: ChunkKey, parent_hash: bytes, number: int) -> Claim:

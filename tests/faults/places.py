@@ -28,8 +28,10 @@ from objkv.stores.base import PruneStore
 from objkv.telemetry import NullRecorder
 from tests.support.servers.ports import free_port
 from tests.support.servers.process import start_server
-from tests.support.servers.redis import RedisServer, valkey_binary, valkey_server, wait_until
+from tests.support.servers.quick_s3 import QuickS3
+from tests.support.servers.redis import RedisServer, valkey_binary, valkey_server
 from tests.support.servers.spoil import Spoil, SpoilRedis, SpoilS3
+from tests.support.waiting import wait_until
 
 HOUR_S = 3600.0
 DISK_BYTES = 4 << 20
@@ -112,12 +114,12 @@ class S3Process:
     """A quick S3 server in a process of its own, which forgets all when it is killed."""
 
     def __init__(self) -> None:
-        self.address = ("127.0.0.1", free_port())
-        self.url = f"http://127.0.0.1:{self.address[1]}"
+        self._port = free_port()
+        self.url = f"http://127.0.0.1:{self._port}"
         self.start()
 
     def start(self) -> None:
-        self._process, _ = start_server("quick_s3", "--port", str(self.address[1]))
+        self._process, _ = start_server("quick_s3", "--port", str(self._port))
 
     def kill(self) -> None:
         self._process.send_signal(signal.SIGKILL)
@@ -133,7 +135,10 @@ class S3Process:
 @dataclass
 class Servers:
     s3: S3Process
-    s3_proxy: SpoilS3
+    """It can be killed."""
+    spoil_s3: SpoilS3
+    plain_s3: QuickS3
+    """Has the same values, spoils none and counts nothing."""
     redis: RedisServer
     redis_proxy: SpoilRedis
     folder: Path
@@ -145,7 +150,7 @@ class Servers:
 
     def __post_init__(self) -> None:
         # Read by the clock, so by no verb that is tested.
-        self.s3_proxy.overlooked = SWITCH_PATH.encode()
+        self.spoil_s3.overlooked = SWITCH_PATH.encode()
 
 
 @contextmanager
@@ -154,25 +159,27 @@ def running_servers(folder: Path, clock: Clock) -> Iterator[Servers]:
     try:
         with (
             valkey_server(folder / "valkey") as server,
-            SpoilS3(s3.address) as s3_proxy,
+            SpoilS3() as spoil_s3,
+            QuickS3(values=spoil_s3.values) as plain_s3,
             SpoilRedis(("127.0.0.1", server.port)) as redis_proxy,
         ):
-            yield Servers(s3, s3_proxy, server, redis_proxy, folder, clock)
+            yield Servers(s3, spoil_s3, plain_s3, server, redis_proxy, folder, clock)
     finally:
         s3.kill()
 
 
 class Place:
     def __init__(self, servers: Servers, world: str, *, direct: bool = False) -> None:
-        """``direct``: clients go to the servers themselves, not through the proxies."""
+        """``direct``: clients go to servers that can be killed, and not to what spoils."""
         self.servers = servers
         self.folder = servers.folder / f"place-{next(servers.numbers)}"
         self.folder.mkdir()
         self.world = world
         self.extra: list[RedisServer] = []
         self.is_mounted = False
-        s3 = servers.s3.url if direct else servers.s3_proxy.url
-        self.settings: dict[str, Any] = {"s3_endpoint_url": s3} | S3_KEYS
+        s3 = servers.s3 if direct else servers.spoil_s3
+        self._plain_s3 = (servers.s3 if direct else servers.plain_s3).url
+        self.settings: dict[str, Any] = {"s3_endpoint_url": s3.url} | S3_KEYS
         if world == "s3":
             self.settings |= {
                 "bulk_url": f"s3://bucket/{self.folder.name}",
@@ -195,7 +202,7 @@ class Place:
 
     def mend(self) -> None:
         self.servers.clock.ahead_s = 0.0
-        self.servers.s3_proxy.mend()
+        self.servers.spoil_s3.mend()
         self.servers.redis_proxy.mend()
 
     def close(self) -> None:
@@ -212,20 +219,20 @@ class Place:
         """Requests to the server that fails in this world, so far; of a folder, to SQLite."""
         if self.world == "folder":
             return self.servers.files.made
-        proxy = self.servers.s3_proxy if self.world == "s3" else self.servers.redis_proxy
+        proxy = self.servers.spoil_s3 if self.world == "s3" else self.servers.redis_proxy
         return sum(count for verb, count in proxy.asked.items() if verb != "CLIENT")
 
     def spoiled(self) -> int:
-        proxy = self.servers.s3_proxy if self.world == "s3" else self.servers.redis_proxy
+        proxy = self.servers.spoil_s3 if self.world == "s3" else self.servers.redis_proxy
         return sum(proxy.spoiled.values())
 
     def watch(self, namespaces: Collection[str]) -> None:
         """Count as spoiled, from now on, what S3 is asked about payloads of these namespaces."""
-        self.servers.s3_proxy.spoil(*(Spoil("hook", containing=n.encode()) for n in namespaces))
+        self.servers.spoil_s3.spoil(*(Spoil("hook", containing=n.encode()) for n in namespaces))
 
     @contextmanager
     def bulk(self) -> Iterator[PruneStore]:
-        settings = self.settings | {"s3_endpoint_url": self.servers.s3.url}
+        settings = self.settings | {"s3_endpoint_url": self._plain_s3}
         with closing(open_bulk(load_config(settings), NullRecorder())) as store:
             yield store
 
@@ -249,7 +256,7 @@ class Place:
         if own is not None:
             undo: Undo = own()
             return undo
-        proxy = self.servers.s3_proxy if world == "s3" else self.servers.redis_proxy
+        proxy = self.servers.spoil_s3 if world == "s3" else self.servers.redis_proxy
         proxy.spoil(*_RULES[name])
         return proxy.mend
 
@@ -266,13 +273,13 @@ class Place:
     def _shift(self, seconds: float) -> Undo:
         clock = self.servers.clock
         clock.ahead_s = seconds
-        self.servers.s3_proxy.spoil(
+        self.servers.spoil_s3.spoil(
             Spoil("error", when=_is_skewed, error="403 RequestTimeTooSkewed")
         )
 
         def undo() -> None:
             clock.ahead_s = 0.0
-            self.servers.s3_proxy.mend()
+            self.servers.spoil_s3.mend()
 
         return undo
 

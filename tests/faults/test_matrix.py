@@ -34,7 +34,7 @@ from tests.faults.toy import (
     expected,
     prompt,
 )
-from tests.support.servers.spoil import wait_for
+from tests.support.waiting import wait_for
 
 OWN_ENGINE = {
     # Clients must feel the server's own end, not that of a proxy.

@@ -9,7 +9,7 @@ that the device has registered.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -99,12 +99,10 @@ class Stream:
     def do(self, work: Callable[[], None]) -> None:
         """After all that was given before."""
         assert not self._closed
-        if not self.late:
+        if self.late:
+            self._given += [self._take_time, work] if self._seconds else [work]
+        else:
             work()
-            return
-        if self._seconds:
-            self._given.append(self._take_time)
-        self._given.append(work)
 
     def follow(self, other: "Stream", number: int) -> None:
         """What is given from now on comes after the other's first ``number`` things."""
@@ -135,15 +133,15 @@ def _nothing() -> None:
     pass
 
 
+@dataclass
 class Mark:
     """After the first ``number`` things of a stream."""
 
-    def __init__(
-        self, stream: Stream, number: int, compute: Stream, owners: Sequence[int] = ()
-    ) -> None:
-        """``owners``: who has each block when a save is planned."""
-        self.stream, self.number, self._compute = stream, number, compute
-        self.owners = owners
+    stream: Stream
+    number: int
+    compute: Stream
+    owners: Sequence[int] = ()
+    """Who has each block when a save is planned."""
 
     def done(self) -> bool:
         the_stage().pause("mark")
@@ -153,7 +151,7 @@ class Mark:
         the_stage().wait("copies", lambda: self.stream.done >= self.number)
 
     def hold_compute(self) -> None:
-        self._compute.follow(self.stream, self.number)
+        self.compute.follow(self.stream, self.number)
 
 
 class WatchedLane(Lane):
@@ -262,10 +260,8 @@ class WatchedPool(SlabPool):
 
     _pools: "list[WatchedPool]"
 
-    def __init__(
-        self, name: str, *, count: int, slab_bytes: int, pin: Any = None, fd: int = -1
-    ) -> None:
-        super().__init__(name, count=count, slab_bytes=slab_bytes, pin=pin, fd=fd)
+    def __init__(self, name: str, *, fd: int = -1, **how: Any) -> None:
+        super().__init__(name, fd=fd, **how)
         self.leases = {memory.data_ptr(): 0 for memory in self._free}
         self.is_outbox = fd >= 0
         """Whether its memory keeps a descriptor open, as long as there is any of it."""

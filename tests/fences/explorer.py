@@ -5,6 +5,7 @@ import random
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tests.fences.lives import COPY_S, REGISTER_S, Life, at_random, knobs_of, situations
@@ -114,7 +115,7 @@ class Tally:
 
 def play_seed(seed: int, tally: Tally) -> None:
     """One life at random in one order at random. Raises ``Found``."""
-    _play(at_random(seed), knobs_of(seed), seed, Random(seed), tally, f"--seed {seed}")
+    _play(at_random(seed), knobs_of(seed), seed, tally, f"--seed {seed}", Random(seed))
 
 
 def play_situations(
@@ -132,19 +133,13 @@ def play_situations(
         for name, life in situations().items():
             if only not in name:
                 continue
-
-            def one(
-                recorded: Recorded, life: Life = life, knobs: Knobs = knobs, name: str = name
-            ) -> None:
-                where = f"{name}, {knobs}, choices"
-                _play(life, knobs, 0, recorded, tally, where)
-
+            one = partial(_play, life, knobs, 0, tally, f"{name}, {knobs}, choices")
             for _ in explore(one, preemptions=preemptions, stride=stride, first=first):
                 yield name
 
 
 def _play(
-    life: Life, knobs: Knobs, seed: int, schedule: Recorded, tally: Tally, where: str
+    life: Life, knobs: Knobs, seed: int, tally: Tally, where: str, schedule: Recorded
 ) -> None:
     with on_stage(schedule) as stage:
         try:
@@ -160,5 +155,4 @@ def _line_of(exc: BaseException) -> str:
 
 
 def _short(recorded: Recorded) -> str:
-    """The choices that are not the default."""
     return str({at: choice for at, choice in enumerate(recorded.choices) if choice})

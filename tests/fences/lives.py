@@ -51,20 +51,17 @@ def _go_on(engine: Engine) -> None:
 
 
 def _saving(engine: Engine) -> str:
-    """A request whose chunks are being saved."""
     name = engine.arrive(2).name
     engine.step()
     return name
 
 
 def _loading(engine: Engine, *, sync: bool) -> str:
-    """A request whose chunks are to be loaded."""
     _stored(engine)
     return engine.arrive(3, sync=sync).name
 
 
 def then(begin: Callable[[Engine], str], event: str, steps: int) -> Life:
-    """A request begins, and so many steps later something happens."""
 
     def life(engine: Engine) -> None:
         name = begin(engine)

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -31,22 +32,22 @@ class Broken(AssertionError):
     """What must not be, was. The schedule's choices repeat it."""
 
 
+@dataclass(eq=False, repr=False)
 class Task:
-    def __init__(self, number: int, name: str) -> None:
-        self.number = number
-        self.name = name
-        self.ready: Callable[[], bool] | None = None
-        """What it waits for; None: nothing."""
-        self.until: float | None = None
-        self.timed_out = False
-        self.over = False
-        self.gives_way = False
-        """Whether others come first this time."""
-        self.lags = 0
-        """1: it gave way, 2: it was kept from going on. By default it goes on when nobody who lags
-        less can."""
-        self.where = ""
-        self.glet: Any = None
+    number: int
+    name: str
+    ready: Callable[[], bool] | None = None
+    """What it waits for; None: nothing."""
+    until: float | None = None
+    timed_out: bool = False
+    over: bool = False
+    gives_way: bool = False
+    """Whether others come first this time."""
+    lags: int = 0
+    """1: it gave way, 2: it was kept from going on. By default it goes on when nobody who lags less
+    can."""
+    where: str = ""
+    glet: Any = None
 
     def __repr__(self) -> str:
         return f"{self.name}@{self.where}"
@@ -68,15 +69,11 @@ class Stage:
         """Those that are not closed. Each would be an open file."""
         self.calm = False
         """Whether nothing is to choose for now: what happens is not what is looked at."""
+        self.current: Task | None = None
+        """Who runs; None outside of ``play``."""
         self._schedule = schedule
-        self._current: Task | None = None
         self._hub: Any = None
         self._is_killing = False
-
-    @property
-    def current(self) -> Task | None:
-        """Who runs; None outside of ``play``."""
-        return self._current
 
     def play(self, main: Callable[[], None]) -> None:
         """Run ``main`` and every thread it starts, until all have ended. Raises ``Broken``."""
@@ -92,7 +89,6 @@ class Stage:
             self._kill()
 
     def spawn(self, name: str, run: Callable[[], None]) -> Task:
-        """A new thread; it has not run yet."""
         task = Task(len(self.tasks), name)
 
         def guarded() -> None:
@@ -112,19 +108,19 @@ class Stage:
         return task
 
     def pause(self, where: str) -> None:
-        if (task := self._current) is not None:
+        if (task := self.current) is not None:
             task.where = where
             self._hub.switch()
 
     def give_way(self) -> None:
         """Others go on here, by default as far as they can."""
-        if (task := self._current) is not None:
+        if (task := self.current) is not None:
             task.lags, task.gives_way = 1, True
         self.pause("gives way")
 
     def wait(self, where: str, ready: Callable[[], bool], seconds: float | None = None) -> bool:
         """Block until ``ready()``, at most so long; whether it is. Others may go on in any case."""
-        task = self._current
+        task = self.current
         if self._is_killing:
             raise greenlet.GreenletExit
         if task is None:  # before and after the play there is nobody to wait for
@@ -141,15 +137,14 @@ class Stage:
         if self.steps > STEPS_MAX:
             raise Broken(f"no end after {STEPS_MAX} steps: {self._shown()}")
         self.now += TICK_S
-        able = [task for task in self.tasks if not task.over and self._is_able(task)]
-        timed = [
-            t for t in self.tasks if not t.over and t.ready is not None and t.until is not None
-        ]
+        alive = [task for task in self.tasks if not task.over]
+        able = [task for task in alive if self._is_able(task)]
+        timed = [task for task in alive if task.ready is not None and task.until is not None]
         if not able:
             if not timed:
                 raise Broken(f"all wait for each other: {self._shown()}")
             able, timed = [self._pass_time(timed)], []
-        current = self._current
+        current = self.current
         options: list[Task | None] = []
         if current in able and not (current is not None and current.gives_way):
             options.append(current)
@@ -167,7 +162,7 @@ class Stage:
         if chosen is None:
             chosen = self._pass_time(timed)
         chosen.lags, chosen.gives_way = 0, False
-        self._current = chosen
+        self.current = chosen
         chosen.ready = chosen.until = None
         chosen.glet.switch()
 
@@ -180,14 +175,13 @@ class Stage:
         return task.ready()
 
     def _pass_time(self, timed: Sequence[Task]) -> Task:
-        """Who has waited long enough now."""
         first = min(timed, key=lambda task: task.until or 0.0)
         self.now = max(self.now, first.until or 0.0)
         first.timed_out = True
         return first
 
     def _kill(self) -> None:
-        self._current, self._is_killing = None, True
+        self.current, self._is_killing = None, True
         for task in self.tasks:
             if not task.over:
                 with suppress(Exception):  # it is broken already
@@ -317,18 +311,14 @@ class Thread:
 
     def __init__(
         self,
-        group: None = None,
-        target: Callable[..., Any] | None = None,
-        name: str | None = None,
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
         *,
+        target: Callable[..., Any],
+        name: str = "thread",
+        args: Sequence[Any] = (),
         daemon: bool | None = None,
     ) -> None:
-        assert target is not None
-        self._run = lambda: target(*args, **(kwargs or {}))
-        self.name = name or "thread"
-        self.daemon = daemon
+        self._run = lambda: target(*args)
+        self.name, self.daemon = name, daemon
         self._task: Task | None = None
 
     def start(self) -> None:

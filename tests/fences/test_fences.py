@@ -29,8 +29,7 @@ def _listening() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    "event",
-    [pytest.param(e, marks=pytest.mark.slow if e in LONG_EVENTS else ()) for e in EVENTS],
+    "event", [pytest.param(e, marks=pytest.mark.slow if e in LONG_EVENTS else ()) for e in EVENTS]
 )
 def test_no_event_at_any_time_breaks_a_fence(event: str) -> None:
     tally = Tally()

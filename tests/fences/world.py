@@ -9,7 +9,7 @@ import gc
 import logging
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -60,6 +60,7 @@ from tests.fences.device import (
 )
 from tests.fences.stage import Broken, Stage, the_stage
 from tests.support import inside as in_test
+from tests.support.arenas import refuse_pin
 from tests.support.paged_cache import paged_group
 from tests.support.payloads import open_payload
 from tests.support.plans import LoadMove, move_of, packed
@@ -68,6 +69,7 @@ BLOCK, CHUNK, BLOCKS = 4, 8, 2
 CHUNKS_MAX = 3
 GROUP = GroupIdentity("full", None, ("l0", "l1"), heads=1, content=8, block_size=BLOCK)
 GEOMETRY = Geometry((GROUP,), CHUNK, BLOCK, tp_size=1)
+LAYERS = range(2)
 TOKENS = list(range(CHUNK * CHUNKS_MAX))
 NUM_BLOCKS = 27
 PAGE = 4096
@@ -119,25 +121,11 @@ class GateStore(GuardedStore):
     def get_into(
         self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
     ) -> int | None:
-        return self._got(key, start or 0, buffer, arrived)
-
-    def put_if_absent(self, key: str, value: Buffer) -> bool:
-        fault = self._begin("put")
-        written = False if fault == "lost" else self.inner.put_if_absent(key, value)
-        the_stage().wait("sent", lambda: False, UPLOAD_S)
-        if fault is not None:
-            raise StoreUnavailable("the answer did not come")
-        return written
-
-    def _got(self, key: str, start: int, buffer: memoryview, arrived: Arrived | None) -> int | None:
-        fault = self._begin("get")
-        if fault == "lost":
-            return None
-        value = (self.inner.get(key) or b"")[start : start + len(buffer)]
-        if not value:
+        fault, start = self._begin("get"), start or 0
+        value = bytearray(self.inner.get(key) or b"")[start : start + len(buffer)]
+        if fault == "lost" or not value:
             return None
         if fault == "flipped":
-            value = bytearray(value)
             value[self._dice.randrange(len(value))] ^= 1 << self._dice.randrange(8)
         if fault == "short":
             value = value[: self._dice.randrange(len(value))]
@@ -150,6 +138,14 @@ class GateStore(GuardedStore):
             if fault == "broken off":
                 raise StoreUnavailable("broken off")
         return len(value)
+
+    def put_if_absent(self, key: str, value: Buffer) -> bool:
+        fault = self._begin("put")
+        written = False if fault == "lost" else self.inner.put_if_absent(key, value)
+        the_stage().wait("sent", lambda: False, UPLOAD_S)
+        if fault is not None:
+            raise StoreUnavailable("the answer did not come")
+        return written
 
     def _begin(self, verb: str) -> str | None:
         fault = None
@@ -242,8 +238,7 @@ class Engine:
         self._number = 0
         self._preempted: set[str] = set()
         self._is_short = False
-        for block in range(NUM_BLOCKS):
-            self._poison(block)
+        self._poison(slice(None))
         self._open()
 
     # What the scheduler decides.
@@ -283,7 +278,6 @@ class Engine:
         self._is_short = False
 
     def end(self, name: str) -> None:
-        """It finished, or was aborted."""
         request = self.requests[name]
         if request.aborted or request.state == "held":
             return
@@ -315,9 +309,7 @@ class Engine:
     def wake(self) -> None:
         """The memory is back, and holds nothing."""
         self.compute_passes(self.compute.given)  # the check at start is on this stream, too
-        for block in range(NUM_BLOCKS):
-            self.hands.planned[block] += 1
-            self.hands.now[block] = self.hands.planned[block]
+        self.hands.planned[:] = self.hands.now[:] = [one + 1 for one in self.hands.planned]
         self.awake = True
         self._open()
 
@@ -393,18 +385,16 @@ class Engine:
                 continue
             if request.loading:
                 loads.append(self._load_plan(request))
-            if not request.loading or request.sync:
-                known = request.loading
-                if request.epoch == self.epoch and known < request.chunks:
-                    request.saved = True
-                    saves.append(self._save_plan(request, range(known, request.chunks)))
+            computes = request.loading < request.chunks and request.epoch == self.epoch
+            if computes and (request.sync or not request.loading):
+                request.saved = True
+                saves.append(self._save_plan(request))
         idle = not any(r.state in ("new", "running") for r in self.requests.values())
         reused, self._preempted = frozenset(self._preempted), set()
-        held = frozenset(self._held)
         return StepPlan(
             tuple(loads),
             tuple(saves),
-            held,
+            frozenset(self._held),
             idle=idle and bool(loads),
             reused=reused,
             may_reuse=self._is_short or not self.knobs.roomy,
@@ -420,20 +410,27 @@ class Engine:
         for layer, name in enumerate(GROUP.layers):
             side.wait_layer(name)
             for request, loaded in computing:
-                for chunk in range(loaded):
-                    self._look(request, chunk, layer, request.epoch)
-                for chunk in range(loaded, request.chunks):
-                    self._write(request, chunk, layer)
+                self._begin_at(request, loaded, [layer])
             for request in self.requests.values():
                 if request.state == "running":
                     for chunk in range(request.computed):
                         self._look(request, chunk, layer, request.epochs[chunk])
         for request, loaded in computing:
-            request.state = "running"
-            request.computed = request.chunks
-            request.epochs = [request.epoch] * loaded
-            request.epochs += [self.epoch] * (request.chunks - loaded)
-            request.loading = 0
+            self._runs(request, loaded)
+
+    def _begin_at(self, request: Request, loaded: int, layers: Sequence[int] = LAYERS) -> None:
+        """Read the chunks that were loaded, and compute the others, as if they had come with
+        them."""
+        for chunk in range(loaded):
+            for layer in layers:
+                self._look(request, chunk, layer, request.epoch)
+        for chunk in range(loaded, request.chunks):
+            for layer in layers:
+                self._write(request, chunk, layer)
+
+    def _runs(self, request: Request, loaded: int) -> None:
+        request.state, request.loading, request.computed = "running", 0, request.chunks
+        request.epochs = [request.epoch] * loaded + [self.epoch] * (request.chunks - loaded)
 
     def _received(self, request: Request, failed: set[int]) -> None:
         assert request.state == "loading", (request, "told twice")
@@ -444,17 +441,8 @@ class Engine:
         good = next(
             (c for c in range(request.loading) if failed & {*request.of(c)}), request.loading
         )
-        for chunk in range(good):
-            for layer in range(len(GROUP.layers)):
-                self._look(request, chunk, layer, request.epoch)
-        # What failed, and what was not stored, is computed: as if it had come with the rest.
-        request.loading = 0
-        request.state = "running"
-        for chunk in range(good, request.chunks):
-            for layer in range(len(GROUP.layers)):
-                self._write(request, chunk, layer)
-        request.computed = request.chunks
-        request.epochs = [request.epoch] * good + [self.epoch] * (request.chunks - good)
+        self._begin_at(request, good)
+        self._runs(request, good)
 
     def _settle(self, failed: set[int]) -> None:
         """Of loads within the step: what failed is computed again, all that was told good is."""
@@ -468,7 +456,7 @@ class Engine:
             first = next(c for c in range(request.chunks) if failed & {*request.of(c)})
             for chunk in range(first, request.chunks):
                 request.epochs[chunk] = self.epoch
-                for layer in range(len(GROUP.layers)):
+                for layer in LAYERS:
                     self._write(request, chunk, layer)
 
     def _write(self, request: Request, chunk: int, layer: int) -> None:
@@ -508,7 +496,7 @@ class Engine:
         self.hands.now[block] = generation
         self._poison(block)
 
-    def _poison(self, block: int) -> None:
+    def _poison(self, block: int | slice) -> None:
         for array in self.arrays:
             array[block] = _bits(POISON)
 
@@ -518,24 +506,25 @@ class Engine:
         request.blocks = []
 
     def _lose_memory(self) -> None:
-        for block in range(NUM_BLOCKS):
-            self.hands.now[block] = GONE
-        self.requests.clear()
-        self._handed.clear()
-        self._finished.clear()
-        self._held.clear()
+        self.hands.now[:] = [GONE] * NUM_BLOCKS
+        for known in (self.requests, self._handed, self._finished, self._held):
+            known.clear()
         self.free = list(range(1, NUM_BLOCKS))
 
     def _load_plan(self, request: Request) -> LoadPlan:
         moves = [LoadMove(self._move(request, chunk), None) for chunk in range(request.loading)]
         return LoadPlan(request.name, namespace(request.epoch), packed(moves), request.sync)
 
-    def _save_plan(self, request: Request, chunks: range) -> SavePlan:
-        moves = []
-        for chunk in chunks:
-            tokens = TOKENS[chunk * CHUNK : (chunk + 1) * CHUNK]
-            moves.append(SaveMove(self._move(request, chunk), token_digest(tokens), None))
-        return SavePlan(request.name, namespace(request.epoch), tuple(moves))
+    def _save_plan(self, request: Request) -> SavePlan:
+        moves = tuple(
+            SaveMove(
+                self._move(request, chunk),
+                token_digest(TOKENS[chunk * CHUNK : (chunk + 1) * CHUNK]),
+                None,
+            )
+            for chunk in range(request.loading, request.chunks)
+        )
+        return SavePlan(request.name, namespace(request.epoch), moves)
 
     def _move(self, request: Request, chunk: int) -> ChunkMove:
         epoch = request.epoch
@@ -544,16 +533,15 @@ class Engine:
     def _open(self) -> None:
         knobs = self.knobs
         agent = self.insides[-1] if self.insides else self._open_agent()
-        with ExitStack() as stack:
-            for module, name, value in (
-                (wiring, "plan_pools", _few_slabs),
-                (wiring, "open_lane", self._open_lane),
-                (wiring, "Loader", self._open_loader),
-                (wiring, "Saver", WatchedSaver),
-                (wiring, "SlabPool", WatchedPool),
-                (wiring, "AgentSaves", self._open_saves),
-            ):
-                stack.enter_context(patch.object(module, name, value))
+        with patch.multiple(
+            wiring,
+            plan_pools=_few_slabs,
+            open_lane=self._open_lane,
+            Loader=self._open_loader,
+            Saver=WatchedSaver,
+            SlabPool=WatchedPool,
+            AgentSaves=self._open_saves,
+        ):
             side = make_worker_side(
                 Config(
                     pinned_bytes_max=1 << 20,
@@ -601,7 +589,7 @@ class Engine:
     def _open_loader(self, *given: Any, **named: Any) -> Loader:
         if self._has_device_frames:
             slabs = WatchedPool("load", count=2, slab_bytes=PAGE)
-            pin = self.insides[-1].register if self.knobs.frames == "registering" else _refuse
+            pin = self.insides[-1].register if self.knobs.frames == "registering" else refuse_pin
             named["on_device"] = ArenaRegistration(slabs, pin, window_bytes=PAGE)
         return WatchedLoader(self.hands, *given, **named)
 
@@ -613,35 +601,25 @@ class Engine:
 
     def check(self) -> None:
         """Nothing is held, and all that is stored is right. Raises ``Broken``."""
-        if self.hands.broken:
-            raise Broken("; ".join(self.hands.broken))
+        never(self.hands.broken, "; ".join(self.hands.broken))
         for pool in self.pools:
-            if pool.leased:
-                raise Broken(f"slabs are left leased: {pool!r}")
+            never(pool.leased, f"slabs are left leased: {pool!r}")
         for inside in self.insides:
-            self._check_inside(inside)
+            payloads = inside.core.arena_cache
+            is_left = payloads.leased() or not is_consistent(payloads)
+            never(is_left, f"payloads are left leased: {payloads!r}")
+            never(inside.registered, "an arena is left registered")
+            never(inside.arena.fd >= 0, "an arena is left mapped")
         for saves in self.saves:
-            if saves.in_flight:
-                raise Broken(f"saves never ended: {len(saves.in_flight)}")
+            never(saves.in_flight, f"saves never ended: {len(saves.in_flight)}")
         for entry in self.inner.scan(""):
             self._check_payload(self.inner.get(entry.key) or b"")
         for epoch in range(self.epoch + 1):
+            paths = [entry.key for entry in self.inner.scan(namespace(epoch))]
             for record in self.index.scan(namespace(epoch)):
-                self._check_stored(epoch, record.prefix_hash)
-
-    def _check_inside(self, inside: WatchedInside) -> None:
-        payloads = inside.core.arena_cache
-        if payloads.leased() or not is_consistent(payloads):
-            raise Broken(f"payloads are left leased: {payloads!r}")
-        if inside.registered:
-            raise Broken("an arena is left registered")
-        if inside.arena.fd >= 0:
-            raise Broken("an arena is left mapped")
-
-    def _check_stored(self, epoch: int, prefix_hash: bytes) -> None:
-        paths = [entry.key for entry in self.inner.scan(namespace(epoch))]
-        if not any(prefix_hash.hex() in path for path in paths):
-            raise Broken(f"a record of what is not stored: {prefix_hash.hex()}")
+                name = record.prefix_hash.hex()
+                is_stored = any(name in path for path in paths)
+                never(not is_stored, f"a record of what is not stored: {name}")
 
     def _check_payload(self, payload: bytes) -> None:
         header = read_header(payload)
@@ -653,12 +631,13 @@ class Engine:
             pages = frame_pages(header, layer, payload, memoryview(bytearray(spec.nbytes)))
             values = np.frombuffer(pages, np.int16).reshape(BLOCKS, -1)
             for place in range(BLOCKS):
-                if not bool((values[place] == _bits(content(epoch, chunk, layer, place))).all()):
-                    raise Broken(f"stored wrong: chunk {chunk}, layer {layer}, weights {epoch}")
+                is_right = (values[place] == _bits(content(epoch, chunk, layer, place))).all()
+                never(not is_right, f"stored wrong: chunk {chunk}, layer {layer}, weights {epoch}")
 
 
-def _refuse(address: int, nbytes: int) -> Any:
-    raise RuntimeError("no memory is registered")
+def never(what: Any, says: str) -> None:
+    if what:
+        raise Broken(says)
 
 
 @cache
@@ -667,9 +646,6 @@ def _bits(value: float) -> int:
 
 
 class _Errors(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.ERROR)
-
     def emit(self, record: logging.LogRecord) -> None:
         reason = record.exc_info[1] if record.exc_info else ""
         _TOLD.append(f"{record.getMessage()} {reason!r}")
@@ -683,17 +659,12 @@ _COPIES_LEFT = "copies of saves did not finish on the device"
 
 @contextmanager
 def listening() -> Iterator[None]:
-    """Errors are heard, and nothing is shown."""
-    handler, logger = _Errors(), logging.getLogger("objkv")
-    kept = logger.propagate, logger.level
-    logger.addHandler(handler)
-    logger.propagate = False
+    logger = logging.getLogger("objkv")
+    level = logger.level
     logger.setLevel(logging.ERROR)
-    try:
+    with patch.multiple(logger, handlers=[_Errors(logging.ERROR)], propagate=False):
         yield
-    finally:
-        logger.removeHandler(handler)
-        logger.propagate, logger.level = kept[0], kept[1]
+    logger.setLevel(level)
 
 
 def play(stage: Stage, life: Callable[[Engine], None], knobs: Knobs, seed: int) -> Engine:
@@ -715,24 +686,21 @@ def play(stage: Stage, life: Callable[[Engine], None], knobs: Knobs, seed: int) 
         stack.enter_context(patch.object(fill, "_HEADER_BYTES", _HEADER_BYTES))
         # Payloads are small, and a step is to get them layer by layer nevertheless.
         stack.enter_context(patch.object(loader, "_SLICE_BYTES", 1))
-        for module in (arena, arena_cache, client):
-            stack.enter_context(patch.object(module, "BOARD_BYTES", _BOARD_BYTES))
+        stack.enter_context(patch.object(client, "BOARD_BYTES", _BOARD_BYTES))
         for module in (arena, arena_cache):
-            stack.enter_context(patch.object(module, "CELLS", _CELLS))
+            how = {"BOARD_BYTES": _BOARD_BYTES, "CELLS": _CELLS}
+            stack.enter_context(patch.multiple(module, **how))
         stack.push(_forget)
         stack.callback(_close_memory, engines)  # that of a broken life, too
         stage.play(main)
         (engine,) = engines
-        if _TOLD:
-            raise Broken(f"logged as an error: {_TOLD}")
+        never(_TOLD, f"logged as an error: {_TOLD}")
         engine.check()
-    if stage.alarms:
-        raise Broken(f"{len(stage.alarms)} alarms are left open")
+    never(stage.alarms, f"{len(stage.alarms)} alarms are left open")
     files += sum(pool.is_outbox for pool in engine.pools)
     if _files() > files:
         gc.collect()
-    if _files() > files:
-        raise Broken(f"{_files() - files} files are left open")
+    never(_files() > files, f"{_files() - files} files are left open")
     return engine
 
 

@@ -6,7 +6,6 @@ The server needs no root and keeps everything in the folder it is given.
 import json
 import re
 import shutil
-import subprocess
 import threading
 import urllib.parse
 import urllib.request
@@ -18,10 +17,10 @@ from typing import Any
 
 import yaml
 
-from objkv.ops.programs import die_with_parent
 from tests.support.needs import need
 from tests.support.servers.ports import free_port
-from tests.support.servers.redis import wait_until
+from tests.support.servers.process import Daemon
+from tests.support.waiting import wait_until
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "monitoring"
 START_S = 120.0
@@ -75,15 +74,12 @@ def prometheus(
     address = f"127.0.0.1:{free_port()}"
     command = ["prometheus", f"--config.file={file}", f"--storage.tsdb.path={folder / 'data'}"]
     command += [f"--web.listen-address={address}", "--log.level=warn"]
-    with (folder / "prometheus.log").open("wb") as log:
-        process = subprocess.Popen(
-            command, stdout=log, stderr=log, cwd=folder, preexec_fn=die_with_parent
-        )
+    daemon = Daemon(command, folder / "prometheus.log").start()
     try:
         server = Prometheus(f"http://{address}")
 
         def is_ready() -> bool:
-            assert process.poll() is None, (folder / "prometheus.log").read_text()
+            daemon.check()
             try:
                 with server._http.open(f"{server.url}/-/ready", timeout=5):
                     return True
@@ -93,11 +89,7 @@ def prometheus(
         wait_until(is_ready, "Prometheus", bound_s=START_S)
         yield server
     finally:
-        process.terminate()
-        try:
-            process.wait(120)
-        finally:
-            process.kill()
+        daemon.kill()
 
 
 @contextmanager

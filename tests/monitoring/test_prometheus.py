@@ -33,7 +33,8 @@ from objkv.stores.local import LocalStore
 from scripts.checks.docs import anchors
 from tests.monitoring.prometheus import EXAMPLE, Prometheus, need_prometheus, prometheus, serving
 from tests.support.samples import IDENTITY, NAMESPACE, save, save_identity
-from tests.support.servers.redis import valkey_server, wait_until
+from tests.support.servers.redis import valkey_server
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 ANSWERS_S = 180.0

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from objkv.ops.programs import Program, ProgramFailed
-from tests.support.servers.redis import wait_until
+from tests.support.waiting import wait_until
 
 START_AND_WAIT = """
 import sys

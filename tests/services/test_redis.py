@@ -29,9 +29,10 @@ from tests.contracts.index_contract import (
 )
 from tests.contracts.store_contract import ValuesContract
 from tests.support.servers.fixtures import PATIENT, flushed
-from tests.support.servers.redis import START_S, RedisServer, wait_until
+from tests.support.servers.redis import START_S, RedisServer
 from tests.support.servers.redis_groups import ServerGroup
 from tests.support.servers.round_trips import RoundTrips
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -58,12 +58,6 @@ def mute() -> Iterator[Listener]:
         yield server
 
 
-@pytest.fixture
-def near() -> Iterator[QuickS3]:
-    with QuickS3() as server:
-        yield server
-
-
 CALLS: dict[str, Call] = {
     "get": lambda store: store.get("k"),
     "get_into": lambda store: store.get_into("k", memoryview(bytearray(9))),
@@ -273,11 +267,11 @@ def faults(shares: dict[str, float], seed: int, verbs: frozenset[str] = frozense
 )
 @pytest.mark.parametrize("ranges_max", [0, 3])
 def test_a_fault_is_a_right_value_or_an_error_never_wrong_bytes(
-    near: QuickS3, shares: dict[str, float], ranges_max: int
+    shares: dict[str, float], ranges_max: int
 ) -> None:
     value, whole = pattern(4 * MIB + 17), 0
     with (
-        SpoilS3(near.address) as far,
+        SpoilS3() as far,
         s3_store(
             far.url,
             client=IMPATIENT,

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from http.client import HTTPConnection
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from objkv.agent.client import is_listening
@@ -48,32 +47,24 @@ class AgentProcess:
         ours = {f"OBJKV_{name.upper()}": value for name, value in settings.items()}
         program = ["tests.support.tuned", json.dumps(constants)] if constants else ["objkv"]
         command = (*program, "agent", "--socket", str(self.path), *options)
-        self.process = (self._start if fresh else self._fork)(command, _environment() | ours)
-        self._await()
-
-    def _fork(self, command: Sequence[str], environment: dict[str, str]) -> Fork:
-        return _nursery().fork(
-            *command, environment=environment, log=self.log_file, folder=self.folder
-        )
+        self.process = self._start(command, _environment() | ours, fresh=fresh)
+        wait_until(self._is_up)
 
     def _start(
-        self, command: Sequence[str], environment: dict[str, str]
-    ) -> "subprocess.Popen[bytes]":
+        self, command: Sequence[str], environment: dict[str, str], *, fresh: bool
+    ) -> "Fork | subprocess.Popen[bytes]":
+        if not fresh:
+            place: dict[str, Any] = {"log": self.log_file, "folder": self.folder}
+            return _nursery().fork(*command, environment=environment, **place)
+        command = [sys.executable, "-m", *command]
         with self.log_file.open("wb") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", *command],
-                env=environment,
-                cwd=self.folder,
-                stdout=log,
-                stderr=subprocess.STDOUT,
+                command, env=environment, cwd=self.folder, stdout=log, stderr=subprocess.STDOUT
             )
 
-    def _await(self) -> None:
-        def is_up() -> bool:
-            assert self.process.poll() is None, self.log()
-            return "agent ready" in self.log() and is_listening(self.path)
-
-        wait_until(is_up)
+    def _is_up(self) -> bool:
+        assert self.process.poll() is None, self.log()
+        return "agent ready" in self.log() and is_listening(self.path)
 
     @property
     def url(self) -> str:
@@ -112,12 +103,7 @@ class AgentProcess:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.kill()
         shutil.rmtree(self.folder)
 

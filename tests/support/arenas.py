@@ -1,5 +1,6 @@
 """Whether an arena is sound, and ones whose leases and connections end at the worst moment."""
 
+from collections.abc import Callable
 from typing import Any
 
 from objkv.agent.arena_cache import ArenaCache, CachedPayload
@@ -55,6 +56,11 @@ class CanBeLost:
     def _check(self) -> None:
         if self.is_lost:
             raise TransferError("the connection is lost")
+
+
+def refuse_pin(address: int, nbytes: int) -> Callable[[], None]:
+    """Page-lock nothing, as a device that registers no such memory."""
+    raise RuntimeError(f"{nbytes} bytes are not registered")
 
 
 class LossyConnection(CanBeLost, AgentConnection):

@@ -128,17 +128,12 @@ class _OfAgent:
     """Leaves out what the reader counts, and what only an agent reports."""
 
     def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+        self._count = recorder.count
+        self.observe, self.level = recorder.observe, recorder.level
 
     def count(self, name: str, amount: float = 1) -> None:
         if name not in _OF_READERS and not name.startswith("agent_"):
-            self._recorder.count(name, amount)
-
-    def observe(self, name: str, value: float) -> None:
-        self._recorder.observe(name, value)
-
-    def level(self, name: str, value: float) -> None:
-        self._recorder.level(name, value)
+            self._count(name, amount)
 
 
 class InsideSaves:
@@ -153,7 +148,7 @@ class InsideSaves:
     ) -> None:
         self._cache, self._recorder, self._codec = cache, recorder, codec
         self._joins = {} if joins is None else joins
-        self.has_room = cache.has_room
+        self.has_room, self.end_save = cache.has_room, cache.in_flight.end
 
     def drop(self, path: str, part: SavedPart) -> None:
         """Such a part never comes."""
@@ -163,9 +158,6 @@ class InsideSaves:
 
     def begin_save(self, path: str, *, puts: bool = False, again: bool = False) -> bool:
         return self._cache.in_flight.begin(path)
-
-    def end_save(self, path: str) -> None:
-        self._cache.in_flight.end(path)
 
     def save(self, handed: Sequence[OutboxPayload]) -> list[CommitStatus]:
         return [self._save(one.payload, one.part) for one in handed]

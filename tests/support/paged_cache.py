@@ -2,13 +2,12 @@
 late, and stores that give bytes in pieces."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, repeat
 from typing import Any, ClassVar, Self
 
 import torch
 
-from objkv.agent.arena_cache import ArenaCache
 from objkv.agent.client import WINDOW
 from objkv.agent.core import CoreLimits
 from objkv.agent.fill import PartPolicy
@@ -30,7 +29,7 @@ from objkv.transfer.plan import ChunkMove, LoadOutcome, LoadPlan, SaveMove, Save
 from objkv.transfer.registration import ArenaRegistration
 from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import SlabPool
-from tests.agent.consistency import keys_of
+from tests.agent.consistency import forget_all
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
 from tests.support.device import HOST, current_device, pinning
@@ -164,12 +163,9 @@ class Worker:
             clock=clock,
         )
 
-    def save_moves(
-        self, moves: Iterable[tuple[ChunkMove, str]], request: str = "r"
-    ) -> set[tuple[str, int]]:
-        """Save chunks, each with its digest; waits until they are stored. Those dropped."""
-        saves = tuple(SaveMove(move, digest, None) for move, digest in moves)
-        self.saver.gather((SavePlan(request, NAMESPACE, saves),))
+    def save_all(self, plans: tuple[SavePlan, ...]) -> set[tuple[str, int]]:
+        """Save chunks; waits until they are stored. Those dropped."""
+        self.saver.gather(plans)
         assert self.saver.drain(PATIENCE_S)
         return self.saver.take_dropped()
 
@@ -239,24 +235,25 @@ class Replica(Worker):
 
     def save(self, chunks: range, first_block: int = 1, request: str = "r") -> set[tuple[str, int]]:
         """Save chunks whose blocks follow each other from ``first_block``; waits until stored."""
-        digests = [token_digest(tuple(TOKENS[c * CHUNK : (c + 1) * CHUNK])) for c in chunks]
-        moves = [self.move(c, first_block) for c in chunks]
-        return self.save_moves(zip(moves, digests, strict=True), request)
+        saves = []
+        for c in chunks:
+            digest = token_digest(tuple(TOKENS[c * CHUNK : (c + 1) * CHUNK]))
+            saves.append(SaveMove(self.move(c, first_block), digest, None))
+        return self.save_all((SavePlan(request, NAMESPACE, tuple(saves)),))
 
-    def load(
-        self, chunks: range, first_block: int, *, skip: int = 0, sync: bool = False
-    ) -> LoadOutcome:
-        """Load chunks, without the first ``skip`` blocks of the first one; waits for the end."""
-        return self.outcome(self.load_plan(chunks, first_block, skip=skip, sync=sync))
+    def load(self, chunks: range, first_block: int, **how: Any) -> LoadOutcome:
+        """As ``load_plan`` says; waits for the end."""
+        return self.outcome(self.load_plan(chunks, first_block, **how))
 
     def load_plan(
         self, chunks: range, first_block: int, *, skip: int = 0, sync: bool = False
     ) -> LoadPlan:
-        moves = []
-        for c in chunks:
-            cut = skip if c == chunks[0] else 0
-            move = self.move(c, first_block, cut=cut, base=chunks[0])
-            moves.append(LoadMove(move, None))
+        """Chunks, without the first ``skip`` blocks of the first one."""
+        cuts = [skip if c == chunks[0] else 0 for c in chunks]
+        moves = [
+            LoadMove(self.move(c, first_block, cut=cut, base=chunks[0]), None)
+            for c, cut in zip(chunks, cuts, strict=True)
+        ]
         return LoadPlan("r", NAMESPACE, packed(moves), sync)
 
     def move(self, chunk: int, first_block: int, *, cut: int = 0, base: int = 0) -> ChunkMove:
@@ -271,12 +268,6 @@ class Replica(Worker):
 
     def snapshot(self) -> list[torch.Tensor]:
         return [cache.cpu().clone() for cache in self.caches]
-
-
-def forget_all(arena_cache: ArenaCache) -> None:
-    """Empty an arena, except for what is being read."""
-    for key in keys_of(arena_cache):
-        arena_cache.forget(key)
 
 
 def stores() -> tuple[MemoryStore, MemoryIndex]:

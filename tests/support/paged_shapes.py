@@ -2,7 +2,10 @@
 they read of each other. What is computed is a fixed function of layer, head, token and element, so
 that the pages of every replica are known in advance."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,18 +24,12 @@ from objkv.transfer.paging import GroupShape, PagedGroup
 from objkv.transfer.plan import ChunkMove, LoadOutcome, LoadPlan, SaveMove, SavePlan
 from tests.contracts.memory_index import MemoryIndex
 from tests.support.inside import InsideJoin
+from tests.support.layouts import placed
 from tests.support.paged_cache import NAMESPACE, PATIENCE_S, Worker
 from tests.support.plans import LoadMove, move_of, packed
 
 CONTENT = 4
-LAYOUTS = {
-    "LBHNC": (0, 1, 2, 3, 4),
-    "LBNHC": (0, 1, 3, 2, 4),
-    "LHBNC": (0, 2, 1, 3, 4),
-    "BLHNC": (1, 0, 2, 3, 4),
-    "BLNHC": (1, 0, 3, 2, 4),
-    "BHLNC": (1, 2, 0, 3, 4),
-}
+LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 """vLLM's ``KVCacheLayout``: the physical order of layers, blocks, heads, tokens and content."""
 
 
@@ -85,12 +82,6 @@ class Model:
         return tuple(f"model.layers.{i}.attn" for i in range(self.layers))
 
 
-def layer_range(model: Model, shape: ShapeOfReplica, pp_rank: int) -> range:
-    """An even cut, as long as it is one."""
-    each = model.layers // shape.pp
-    return range(pp_rank * each, (pp_rank + 1) * each)
-
-
 class ShapedRank(Worker):
     def __init__(
         self,
@@ -104,37 +95,31 @@ class ShapedRank(Worker):
     ) -> None:
         tp_rank, pp_rank = ranks
         self.model, self.shape = model, shape
-        self.layers = layer_range(model, shape, pp_rank)
-        topology = self.topology = Topology(
-            shape.tp,
-            model.heads,
-            (model.layers // shape.pp,) * shape.pp,
-            shape.dcp,
-            shape.interleave,
-            shape.nodes,
-        )
+        each = model.layers // shape.pp  # as long as that divides them
+        self.layers = range(pp_rank * each, (pp_rank + 1) * each)
+        cut = (each,) * shape.pp, shape.dcp, shape.interleave, shape.nodes
+        topology = self.topology = Topology(shape.tp, model.heads, *cut)
         self.number = pp_rank * shape.tp + tp_rank
-        cut = topology.held(self.number)
-        assert cut is not None
-        self.rank = cut
-        self.heads = range(cut.shard.head_start, cut.shard.head_end)
+        held = topology.held(self.number)
+        assert held is not None
+        self.rank = held
+        self.heads = range(held.shard.head_start, held.shard.head_end)
         self.blocks = model.chunk * model.chunks // shape.block_tokens
         self.memory = self._allocate(2 * self.blocks + 1)
-        self.index = index
-        recorder, tokens = MemoryRecorder(), model.chunk
+        self.index, recorder = index, MemoryRecorder()
         paged = PagedGroup(self._group_shape(), list(self.memory.unbind(0)))
         settings = CacheSettings("writer", ttl_s=3600, lease_ms=600_000, hot_save_bytes_max=0)
-        wide = shape.tp * shape.pp * payload_bytes_max(paged.layers, tokens=tokens) + 4096
+        payload_bytes = payload_bytes_max(paged.layers, tokens=model.chunk)
         super().__init__(
             paged,
             ChunkCache(store, None, index, settings, recorder),
             recorder,
             name="writer",
             load=LoadLimits(queue_max, PATIENCE_S, PATIENCE_S, PATIENCE_S),
-            slab_bytes=payload_bytes_max(paged.layers, tokens=tokens) + 4096,
+            slab_bytes=payload_bytes + 4096,
             codec=shape.codec,
             part_policy=PartPolicy(parts_max=3, part_bytes_min=1),
-            arena_bytes=32 * (wide + 4096),
+            arena_bytes=32 * (shape.tp * shape.pp * payload_bytes + 8192),
             joins=joins,
         )
 
@@ -159,11 +144,6 @@ class ShapedRank(Worker):
             ids = tuple(range(1 + chunk * each, 1 + (chunk + 1) * each))
             moves.append(SaveMove(self.move(chunk, 0, ids), digest, None))
         return (SavePlan("r", NAMESPACE, tuple(moves), number=number),)
-
-    def save(self, number: int = 0) -> None:
-        self.saver.gather(self.save_plan(number))
-        assert self.saver.drain(PATIENCE_S)
-        assert not self.saver.take_dropped()
 
     def plan(self, index: MemoryIndex, *, skip: int = 0, sync: bool = False) -> LoadPlan:
         """The prompt without its first ``skip`` blocks, into blocks behind those that ``compute``
@@ -192,10 +172,9 @@ class ShapedRank(Worker):
 
     def _allocate(self, blocks: int) -> torch.Tensor:
         """``[layers, blocks, heads, block_size, CONTENT]``, in the physical order of the layout."""
-        order = LAYOUTS[self.shape.layout]
-        logical = (len(self.layers), blocks, len(self.heads), self.shape.block_size, CONTENT)
-        physical = torch.full([logical[axis] for axis in order], -1, dtype=torch.int32)
-        return physical.permute([order.index(axis) for axis in range(5)]).view(torch.float32)
+        sizes = (len(self.layers), blocks, len(self.heads), self.shape.block_size, CONTENT)
+        memory = torch.full((prod(sizes),), -1, dtype=torch.int32)
+        return placed(memory, self.shape.layout, sizes).view(torch.float32)
 
     def _group_shape(self) -> GroupShape:
         model, size, topology = self.model, self.shape.block_size, self.topology
@@ -219,31 +198,14 @@ class ShapedRank(Worker):
         return move_of(chunk, model.hashes, NAMESPACE, model.chunk, ids, first_block)
 
 
-@dataclass
 class ShapedReplica:
-    model: Model
-    shape: ShapeOfReplica
-    store: WriteStore
-    index: MemoryIndex
-    queue_max: int = 64
-    ranks: list[ShapedRank] = field(default_factory=list)
-    joins: dict[str, InsideJoin] = field(default_factory=dict)
+    def __init__(self, model: Model, shape: ShapeOfReplica, *stores: Any, **how: Any) -> None:
+        """``stores``: a store and an index. ``how``: of each rank."""
+        self.model, how["joins"] = model, dict[str, InsideJoin]()
+        places = product(range(shape.pp), range(shape.tp))
+        self.ranks = [ShapedRank(model, shape, (tp, pp), *stores, **how) for pp, tp in places]
 
     def __enter__(self) -> "ShapedReplica":
-        for pp_rank in range(self.shape.pp):
-            for tp_rank in range(self.shape.tp):
-                place = (tp_rank, pp_rank)
-                self.ranks.append(
-                    ShapedRank(
-                        self.model,
-                        self.shape,
-                        place,
-                        self.store,
-                        self.index,
-                        self.queue_max,
-                        self.joins,
-                    )
-                )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -253,4 +215,4 @@ class ShapedReplica:
     def compute_and_save(self) -> None:
         for rank in self.ranks:
             rank.compute()
-            rank.save()
+            assert not rank.save_all(rank.save_plan())

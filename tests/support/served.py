@@ -10,23 +10,29 @@ from typing import Any
 from objkv.assembly.agent import NodeAgent
 from objkv.config import load_config
 from objkv.telemetry import MemoryRecorder
-from tests.agent.consistency import keys_of
+from tests.agent.consistency import forget_all
 from tests.support.waiting import PATIENCE_S
 
 _ARENA_BYTES = 64 << 20
 
 
 class ServedAgent:
-    """An agent for replicas with these settings. It serves until ``close``."""
+    """An agent for replicas with these settings, by default over stores of its own, which end with
+    it. It serves until ``close``."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="objkv-", dir="/tmp"))
-        path = self._folder / "agent.sock"
-        self.url = f"unix://{path}"
+        self.folder = Path(tempfile.mkdtemp(prefix="objkv-", dir="/tmp"))
+        self.path = self.folder / "agent.sock"
+        self.url = f"unix://{self.path}"
         """The setting ``agent`` of its replicas."""
         self.recorder = MemoryRecorder()
-        config = load_config({"agent_memory_bytes": _ARENA_BYTES} | dict(settings), environ={})
-        self.node = NodeAgent(config, path, self.recorder)
+        own = {
+            "bulk_url": f"file://{self.folder}/chunks",
+            "index_url": f"sqlite://{self.folder}/index",
+            "agent_memory_bytes": _ARENA_BYTES,
+        }
+        self.config = load_config(own | dict(settings), environ={})
+        self.node = NodeAgent(self.config, self.path, self.recorder)
         self.core = self.node.core
         self._ended = Event()
         self._thread = Thread(target=self.node.run, args=(self._ended.wait,), daemon=True)
@@ -34,8 +40,7 @@ class ServedAgent:
 
     def forget(self) -> None:
         """Empty the arena, except for what is being read, so that the next load fetches."""
-        for key in keys_of(self.core.arena_cache):
-            self.core.arena_cache.forget(key)
+        forget_all(self.core.arena_cache)
 
     def settle(self) -> None:
         assert self.node.saves.drain(PATIENCE_S)
@@ -44,4 +49,4 @@ class ServedAgent:
         self._ended.set()
         self._thread.join(PATIENCE_S)
         self.node.close()
-        shutil.rmtree(self._folder)
+        shutil.rmtree(self.folder)

@@ -62,10 +62,10 @@ class Jobs(list[Callable[[], Steps[None] | None]]):
 def request(tokens: Sequence[int] | int = 64, name: str = "r", **more: Any) -> Any:
     """What is read of vLLM's request; ``tokens``: its prompt, or the length of it."""
     ids = [7] * tokens if isinstance(tokens, int) else tokens
-    plain = {"request_id": name, "all_token_ids": ids, "num_tokens": len(ids)}
+    nothing = ("lora_request", "cache_salt", "prompt_embeds", "kv_transfer_params", "trace_headers")
+    plain: dict[str, Any] = dict.fromkeys(nothing)
+    plain |= {"request_id": name, "all_token_ids": ids, "num_tokens": len(ids), "mm_features": []}
     plain |= {"num_prompt_tokens": len(ids), "num_computed_tokens": 0, "resumable": False}
-    plain |= {"lora_request": None, "cache_salt": None, "mm_features": [], "prompt_embeds": None}
-    plain |= {"kv_transfer_params": None, "trace_headers": None}
     return SimpleNamespace(**(plain | {"skip_reading_prefix_cache": False} | more))
 
 

@@ -11,11 +11,20 @@ PATIENCE_S = 120.0
 """For other threads to come, on a machine that is busy with other things."""
 
 
-def wait_until(condition: Callable[[], bool], seconds_max: float = PATIENCE_S) -> None:
-    end = time.monotonic() + seconds_max
+def wait_until(
+    condition: Callable[[], bool], what: str = "it", *, bound_s: float = PATIENCE_S
+) -> None:
+    assert wait_for(condition, bound_s=bound_s), f"waited {bound_s:g} s for {what}"
+
+
+def wait_for(condition: Callable[[], bool], *, bound_s: float = 30.0) -> bool:
+    """Whether it came in time."""
+    end = time.monotonic() + bound_s
     while not condition():
-        assert time.monotonic() < end, "did not happen in time"
+        if time.monotonic() > end:
+            return False
         time.sleep(0.001)
+    return True
 
 
 def at_once(call: Callable[[], T], seconds_max: float = 20.0) -> T:

@@ -262,7 +262,7 @@ def test_a_load_ends_with_its_agent_and_not_with_its_deadline(world: World) -> N
     world.lose_agent()
     try:
         (step,) = at_once(lambda: loader.take_finished(sync=True))
-        wait_until(lambda: loader.in_flight == 0, 20.0)
+        wait_until(lambda: loader.in_flight == 0, bound_s=20.0)
     finally:
         gate.set()
         loader.cancel("step")

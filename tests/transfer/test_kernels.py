@@ -24,6 +24,7 @@ from objkv.transfer import kernels as module
 from objkv.transfer.kernels import PageKernels, TritonKernels, page_kernels
 from objkv.transfer.lanes import Lane, PagedLayers, Recast
 from tests.support.device import ON_HOST
+from tests.support.layouts import placed
 
 pytestmark = ON_HOST
 TRITON = Path(sys.prefix) / "triton"
@@ -47,14 +48,13 @@ Shape = tuple[int, int, int, int, int]
 
 
 LAYOUTS = {
-    "hnd": (0, 1, 2, 3, 4),
-    "nhd": (0, 1, 3, 2, 4),
-    "layers in blocks": (1, 0, 2, 3, 4),
-    "layers in tokens": (1, 3, 0, 2, 4),
-    "blocks in heads": (0, 2, 1, 3, 4),
-    "words apart": (0, 1, 4, 2, 3),
+    "hnd": "LBHNC",
+    "nhd": "LBNHC",
+    "layers in blocks": "BLHNC",
+    "layers in tokens": "BNLHC",
+    "blocks in heads": "LHBNC",
+    "words apart": "LBCHN",
 }
-"""The order of the axes of ``Shape`` in memory."""
 FREQUENT = ("hnd", "nhd", "layers in blocks")
 WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
@@ -83,10 +83,9 @@ class Paged:
         count = torch.Size(wide).numel()
         self.memory = random_words((count + 2 * self.padding,), self.dtype, self.seed)
         inner = self.memory[self.padding : self.padding + count]
-        order = LAYOUTS[self.layout]
-        placed = inner.view([wide[axis] for axis in order]).permute(np.argsort(order).tolist())
         end = self.padding + content
-        self.layers = PagedLayers([cache[..., self.padding : end] for cache in placed])
+        layers = placed(inner, LAYOUTS[self.layout], wide)
+        self.layers = PagedLayers([cache[..., self.padding : end] for cache in layers])
 
     def twin(self) -> "Paged":
         return Paged(self.layout, self.shape, self.dtype, self.padding, self.seed)

@@ -175,7 +175,7 @@ def test_a_part_that_is_not_handed_over_is_dropped_and_no_other(
         monkeypatch.setattr(saves, *fault, raising=False)
         monkeypatch.setattr(saves, "drop", lambda *drop: found.append(drop))
         monkeypatch.setattr(saves, "send_drops", lambda: sent.append(len(found)))
-        rank.save(number=7)
+        rank.save_all(rank.save_plan(number=7))
         key = ChunkKey(NAMESPACE, one.model.hashes[0], 0)
         place = rank.paged.position
         assert place is not None

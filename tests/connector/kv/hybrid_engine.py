@@ -50,8 +50,6 @@ class _Running:
 
 @dataclass
 class Answer:
-    """What came of a prompt."""
-
     tokens: list[int] = field(default_factory=list)
     reason: str = ""
     loaded: int = 0
@@ -66,7 +64,6 @@ def digest(tokens: Sequence[int]) -> bytes:
 
 
 def next_token(tokens: Sequence[int]) -> int:
-    """What the model says after ``tokens``."""
     return 3 + digest(tokens)[0] % 50
 
 
@@ -105,24 +102,20 @@ class Engine:
             self.agents = [ServedAgent(extra) for _ in range(layout.nodes)]
             extra["agent"] = self.agents[0].url
         self._kv = kv_cache_config(layout)
-        own = load_config(self._config.kv_transfer_config.kv_connector_extra_config)
-        self.geometry = read_geometry(self._config, self._kv, own)
+        self.geometry = read_geometry(self._config, self._kv, load_config(extra))
         sizes = resolve_kv_cache_block_sizes(self._kv, self._config)
         self._kv.hash_block_size = sizes[1]
         self.workers: list[Any] = []
         self.caches: list[dict[str, torch.Tensor]] = []
-        """Caches of each rank."""
+        """Of each rank."""
         self._storages: list[torch.Tensor] = []
         for rank in range(layout.ranks):
             stage, tp_rank = divmod(rank, layout.tp_size)
             kv = kv_cache_config(layout, stage)
-            with (
-                patch.object(
-                    parallel_state, "get_tensor_model_parallel_rank", return_value=tp_rank
-                ),
-                patch.object(
-                    parallel_state, "get_pp_group", return_value=Mock(rank_in_group=stage)
-                ),
+            with patch.multiple(
+                parallel_state,
+                get_tensor_model_parallel_rank=lambda rank=tp_rank: rank,
+                get_pp_group=lambda stage=stage: Mock(rank_in_group=stage),
             ):
                 node = rank * layout.nodes // layout.ranks
                 worker = ObjKVConnector(self._on_node(node), KVConnectorRole.WORKER, kv)
@@ -156,7 +149,6 @@ class Engine:
 
     @property
     def worker(self) -> Any:
-        """The connector of the first rank."""
         return self.workers[0]
 
     def _configured(self, folder: Path, settings: dict[str, Any]) -> Any:
@@ -164,11 +156,9 @@ class Engine:
 
     @property
     def agent(self) -> ServedAgent | None:
-        """That of the first node."""
         return self.agents[0] if self.agents else None
 
     def _on_node(self, node: int) -> Any:
-        """The configuration of a node's ranks."""
         config = copy.copy(self._config)
         transfer = config.kv_transfer_config = copy.copy(config.kv_transfer_config)
         if self.agents:
@@ -176,16 +166,9 @@ class Engine:
             transfer.kv_connector_extra_config = transfer.kv_connector_extra_config | urls
         return config
 
-    def run(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        max_tokens: int = 3,
-        salt: str | None = None,
-        **transfer: Any,
-    ) -> list[Answer]:
-        """Answers to prompts that arrive at once. ``transfer``: their ``kv_transfer_params``."""
-        answers = {self._add(prompt, max_tokens, transfer, salt): Answer() for prompt in prompts}
+    def run(self, prompts: Sequence[Sequence[int]], **how: Any) -> list[Answer]:
+        """Answers to prompts that arrive at once. ``how``: see ``_add``."""
+        answers = {self._add(prompt, **how): Answer() for prompt in prompts}
         deadline = time.monotonic() + _PATIENCE_S
         while self.scheduler.has_unfinished_requests():
             assert time.monotonic() < deadline
@@ -200,14 +183,19 @@ class Engine:
             agent.settle()
 
     def forget(self) -> None:
-        """Drop the replica's own prefix cache."""
         while self.scheduler.has_requests():
             self._step({})
         assert self.scheduler.reset_prefix_cache()
 
     def _add(
-        self, prompt: Sequence[int], max_tokens: int, transfer: dict[str, Any], salt: str | None
+        self,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int = 3,
+        salt: str | None = None,
+        **transfer: Any,
     ) -> str:
+        """``transfer``: its ``kv_transfer_params``."""
         from vllm import SamplingParams
         from vllm.utils.hashing import get_hash_fn_by_name
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -216,9 +204,11 @@ class Engine:
         hash_function = get_hash_fn_by_name("sha256")
         init_none_hash(hash_function)
         name = f"r{next(self._numbers)}"
-        extra = {"kv_transfer_params": transfer}
         params = SamplingParams(
-            temperature=0, ignore_eos=True, max_tokens=max_tokens, extra_args=extra
+            temperature=0,
+            ignore_eos=True,
+            max_tokens=max_tokens,
+            extra_args={"kv_transfer_params": transfer},
         )
         params.update_from_generation_config({}, None)
         hasher = get_request_block_hasher(self._sizes[1], hash_function)
@@ -259,7 +249,6 @@ class Engine:
         return self._aggregator.aggregate(results)
 
     def _results(self, worker: Any, output: Any, sampled: dict[str, list[int]]) -> Any:
-        """What a rank returns of a step."""
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
         worker.wait_for_save()
@@ -330,19 +319,13 @@ class Engine:
 
     def _copy_states(self, one: _Running, count: int) -> None:
         """``preprocess_mamba`` in ``v1/worker/mamba_utils.py``, without speculation."""
-        for layer in self._layers:
-            if layer.kind != "mamba":
-                continue
-            before = one.state_at
-            if before is None:
-                before = (one.computed - 1) // layer.block_size
-            now = -(-(one.computed + count) // layer.block_size) - 1
-            if before not in (-1, now):
+        before = one.state_at
+        for layer in (layer for layer in self._layers if layer.kind == "mamba"):
+            last = (one.computed - 1) // layer.block_size if before is None else before
+            one.state_at = now = -(-(one.computed + count) // layer.block_size) - 1
+            if last not in (-1, now):
                 cache, table = self.caches[0][layer.name], one.blocks[layer.table]
-                cache[table[now]] = cache[table[before]]
-        sizes = [layer.block_size for layer in self._layers if layer.kind == "mamba"]
-        if sizes:
-            one.state_at = -(-(one.computed + count) // sizes[0]) - 1
+                cache[table[now]] = cache[table[last]]
 
     def _look_at_states(self, name: str) -> None:
         """That each state the next tokens go on from is that of the tokens before."""

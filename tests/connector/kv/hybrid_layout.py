@@ -39,7 +39,6 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """Ranks of all stages."""
         return self.tp_size * self.pp_size
 
     @property
@@ -50,8 +49,6 @@ class Layout:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer's cache."""
-
     name: str
     table: int
     """Number of its group."""
@@ -65,12 +62,10 @@ class Layer:
 
     @property
     def heads(self) -> int:
-        """Heads of all ranks."""
         return _HEADS if self.kind in ("full", "sliding_window", "chunked_local") else 1
 
     @property
     def ratio(self) -> int:
-        """Tokens per state."""
         return self.window if self.kind == "compressed" else 1
 
     def needed(self, end: int) -> range:
@@ -109,13 +104,14 @@ class Layer:
 
 def layers_of(layout: Layout) -> list[Layer]:
     """The layers of a model: one per group, or two of different widths."""
-    layers = []
     if layout.layers:
         ((kind, window),), (size,) = layout.kinds, layout.block_sizes
-        for number in range(layout.layers):
-            stage = number * layout.pp_size // layout.layers
-            layers.append(Layer(f"layers.{number}", 0, kind, window, size, 4, layout, stage))
-        return layers
+        plain = (0, kind, window, size, 4, layout)
+        return [
+            Layer(f"layers.{number}", *plain, stage=number * layout.pp_size // layout.layers)
+            for number in range(layout.layers)
+        ]
+    layers = []
     for i, ((kind, window), size) in enumerate(zip(layout.kinds, layout.block_sizes, strict=True)):
         widths = (4, 2) if kind in ("sparse", "compressed") else (4,)
         for j, words in enumerate(widths):
@@ -132,31 +128,22 @@ def caches_of(layout: Layout, kv: Any) -> tuple[dict[str, torch.Tensor], torch.T
     storage = torch.randint(
         1, 100, (layout.num_blocks, page), generator=generator, dtype=torch.int8
     )
-    specs = _specs(layout)
-    caches = {}
-    places = [
-        (name, tensor.offset + place * tensor.layer_stride)
-        for tensor in kv.kv_cache_tensors
-        for place, name in enumerate(tensor.layers)
-    ]
-    for name, start in places:
-        spec = specs[name]
-        if not hasattr(spec, "dtype"):
-            shape, strides = (
-                (layout.num_blocks, 1, 1, spec.state_content_size_bytes),
-                (page, 1, 1, 1),
-            )
-            caches[name] = storage.as_strided(shape, strides, start)
-            continue
-        heads, content = spec.num_heads, spec.state_content_size_bytes // 4
-        shape = (layout.num_blocks, heads, spec.num_states, content)
-        strides = (page // 4, spec.num_states * content, content, 1)
-        caches[name] = storage.view(torch.float32).as_strided(shape, strides, start // 4)
+    specs, caches = _specs(layout), {}
+    for tensor in kv.kv_cache_tensors:
+        for place, name in enumerate(tensor.layers):
+            spec, start = specs[name], tensor.offset + place * tensor.layer_stride
+            heads, states, size, view = 1, 1, 1, storage
+            if hasattr(spec, "dtype"):
+                heads, states, size = spec.num_heads, spec.num_states, 4
+                view = storage.view(torch.float32)
+            content = spec.state_content_size_bytes // size
+            shape = (layout.num_blocks, heads, states, content)
+            strides = (page // size, states * content, content, 1)
+            caches[name] = view.as_strided(shape, strides, start // size)
     return caches, storage
 
 
 def _specs(layout: Layout) -> dict[str, Any]:
-    """vLLM's spec of each layer."""
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
         CircularBufferSpec,
@@ -209,12 +196,10 @@ def _page_bytes(layout: Layout) -> int:
 
 
 def _stride(layout: Layout) -> int:
-    """Bytes from one block to the next."""
     return _page_bytes(layout) * max(1, layout.layers)
 
 
 def kv_cache_config(layout: Layout, stage: int = 0) -> Any:
-    """What vLLM gives the ranks of a stage."""
     from vllm.v1.kv_cache_interface import (
         KVCacheConfig,
         KVCacheGroupSpec,
@@ -225,21 +210,15 @@ def kv_cache_config(layout: Layout, stage: int = 0) -> Any:
     page, specs = _stride(layout), _specs(layout)
     groups, tensors = [], []
     for table in range(len(layout.kinds)):
-        names = [
-            layer.name
-            for layer in layers_of(layout)
-            if layer.table == table and layer.stage == stage
-        ]
-        own = {name: specs[name] for name in names}
-        spec = (
-            own[names[0]]
-            if len(own) == 1 or layout.layers
-            else UniformTypeKVCacheSpecs.from_specs(own)
-        )
+        own = [one for one in layers_of(layout) if (one.table, one.stage) == (table, stage)]
+        names = [layer.name for layer in own]
+        spec = specs[names[0]]
+        if len(own) > 1 and not layout.layers:
+            spec = UniformTypeKVCacheSpecs.from_specs({name: specs[name] for name in names})
         groups.append(KVCacheGroupSpec(names, spec))
         offset = 0
         for alike in [names] if layout.layers else [[name] for name in names]:
-            nbytes = own[alike[0]].page_size_bytes
+            nbytes = specs[alike[0]].page_size_bytes
             tensors.append(KVCacheTensor(page * layout.num_blocks, alike, nbytes, page, offset))
             offset += nbytes
     return KVCacheConfig(
@@ -272,8 +251,6 @@ def engine_config(layout: Layout, folder: Path, settings: dict[str, Any]) -> Any
     config.cache_config.mamba_block_size = size
     config.scheduler_config.max_num_batched_tokens = layout.step_tokens
     config.scheduler_config.max_num_scheduled_tokens = layout.step_tokens
-    patient = {"lookup_deadline_ms": 120_000, "load_deadline_ms": 120_000}
-    patient |= {"save_deadline_ms": 600_000}
     extra = {
         "bulk_url": f"file://{folder}/chunks",
         "index_url": f"sqlite://{folder}/index.sqlite",
@@ -283,12 +260,15 @@ def engine_config(layout: Layout, folder: Path, settings: dict[str, Any]) -> Any
         "model_id": "notes",
         "pinned_bytes_max": 64 << 20,
         "load_threads": 2,
+        "lookup_deadline_ms": 120_000,
+        "load_deadline_ms": 120_000,
+        "save_deadline_ms": 600_000,
     }
     config.kv_transfer_config = KVTransferConfig(
         kv_connector="ObjKVConnector",
         kv_connector_module_path="objkv.connector",
         kv_role="kv_both",
-        kv_connector_extra_config=extra | patient | settings,
+        kv_connector_extra_config=extra | settings,
     )
     return config
 
@@ -297,25 +277,21 @@ def engine_config(layout: Layout, folder: Path, settings: dict[str, Any]) -> Any
 def plain_config() -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": _HEADS,
+        "num_key_value_heads": _HEADS,
+        "max_position_embeddings": 512,
+    }
     _MODEL.mkdir(parents=True, exist_ok=True)
-    model = _MODEL
-    (model / "config.json").write_text(
-        json.dumps(
-            {
-                "architectures": ["LlamaForCausalLM"],
-                "model_type": "llama",
-                "vocab_size": 64,
-                "hidden_size": 64,
-                "intermediate_size": 64,
-                "num_hidden_layers": 1,
-                "num_attention_heads": _HEADS,
-                "num_key_value_heads": _HEADS,
-                "max_position_embeddings": 512,
-            }
-        )
-    )
+    (_MODEL / "config.json").write_text(json.dumps(config))
     return EngineArgs(
-        model=str(model),
+        model=str(_MODEL),
         skip_tokenizer_init=True,
         load_format="dummy",
         dtype="float32",

@@ -37,24 +37,19 @@ def group(window: int | None, name: str) -> GroupIdentity:
 
 
 def geometry(window: int | None, *, draft: bool, lags: bool = True) -> Geometry:
-    groups = [group(None, "full")]
-    tables = [0]
+    tables = {group(None, "full"): 0}
     if window is not None:
-        groups.append(group(window, "window"))
-        tables.append(1)
-    drafted = None
+        tables[group(window, "window")] = 1
     if draft:
-        groups.append(group(None, "draft"))
-        tables.append(0)
-        drafted = DraftGroups(1, NUMBER, lags)
+        tables[group(None, "draft")] = 0
     return Geometry(
-        tuple(groups),
+        tuple(tables),
         CHUNK,
         BLOCK,
         tp_size=1,
-        tables=tuple(tables),
-        table_count=len(set(tables)),
-        drafted=drafted,
+        tables=tuple(tables.values()),
+        table_count=1 if window is None else 2,
+        drafted=DraftGroups(1, NUMBER, lags) if draft else None,
     )
 
 

@@ -145,7 +145,6 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 @st.composite
 def prompts(draw: st.DrawFn) -> list[list[int]]:
-    """A few prompts, of which some begin alike."""
     source = random.Random(draw(st.integers(0, 1 << 30)))
     known: list[list[int]] = [[]]
     for _ in range(draw(st.integers(1, 4))):
@@ -231,7 +230,6 @@ def test_replicas_read_what_replicas_computed(
 
 
 def damage(folder: Path, source: random.Random) -> None:
-    """Take some payloads away, and turn a bit in others."""
     for payload in sorted(folder.glob("chunks/*/*/*/*.safetensors")):
         match source.randrange(6):
             case 0:

@@ -29,8 +29,8 @@ from objkv.transfer.plan import ChunkMove, LoadPlan, SaveMove, SavePlan
 from tests.connector.kv.hybrid_layout import plain_config
 from tests.support.paged_cache import CHUNK, HASHES, NAMESPACE, TOKENS, stores
 from tests.support.plans import LoadMove, packed
-from tests.support.servers.redis import wait_until
 from tests.support.sides import worker_side
+from tests.support.waiting import wait_until
 
 try:
     from vllm.v1.core import kv_cache_planning as planning  # since 0.33

@@ -19,8 +19,7 @@ from objkv.errors import ConfigError
 from tests.connector.tier.world import Engine, offload_key, row
 from tests.contracts.flaky import FlakyStore
 from tests.index.flaky_index import FlakyIndex
-from tests.support.servers.redis import wait_until
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, wait_until
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
 

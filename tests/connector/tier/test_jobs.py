@@ -18,7 +18,7 @@ from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.telemetry import MemoryRecorder, NullRecorder
 from tests.contracts.clock import ManualClock
 from tests.contracts.memory_index import MemoryIndex
-from tests.support.servers.redis import wait_until
+from tests.support.waiting import wait_until
 
 NAMESPACE = "0" * 32
 ROWS = Rows(row_layer(8, "bfloat16"), 16, memoryview(bytes(8)))

@@ -29,11 +29,9 @@ def follows_compute(rig: OrderRig) -> bool:
 
 def does_not_follow_forward(rig: OrderRig) -> bool:
     """A load that completes while the forward pass of its own step still computes"""
-    if not rig.is_asynchronous:
-        return True
-    for attempt, seconds in enumerate(rig.setup.attempts_s):
-        request = f"r{attempt}"
-        plan = StepPlan(loads=(rig.load_plan(_CHUNKS, _FIRST, request=request),))
+
+    def is_first(request: str, seconds: float) -> bool:
+        plan = _plan(rig, request=request)
         rig.begin(plan)
         rig.delay_compute(seconds)
         forward = rig.loader.mark_compute()
@@ -41,11 +39,10 @@ def does_not_follow_forward(rig: OrderRig) -> bool:
         rig.end(plan)
         rig.until_received(request)
         was_first = not forward.done()
-        if not _is_loaded(rig):
-            return False
-        if was_first:
-            return True
-    return False
+        assert _is_loaded(rig)
+        return was_first
+
+    return rig.attempted(is_first)
 
 
 def is_complete_when_reported(rig: OrderRig) -> bool:
@@ -64,13 +61,13 @@ def holds_each_layer(rig: OrderRig) -> bool:
         rig.worker.wait_layer(layer)
         found.append(_read(rig)[number])
     rig.end(plan)
-    return _has_no_failure(rig) and equal(found, rig.expected(_CHUNKS))
+    return _has_loaded(rig, found)
 
 
 def holds_the_next_step(rig: OrderRig) -> bool:
     """A step that loads layer by layer, and a next one that reads the blocks"""
     rig.end(_begun(rig))
-    return _has_no_failure(rig) and equal(_read(rig), rig.expected(_CHUNKS))
+    return _has_loaded(rig, _read(rig))
 
 
 def holds_speculation(rig: OrderRig) -> bool:
@@ -79,7 +76,7 @@ def holds_speculation(rig: OrderRig) -> bool:
     rig.report(plan)
     found = _read(rig)
     rig.worker.end_forward(plan)
-    return _has_no_failure(rig) and equal(found, rig.expected(_CHUNKS))
+    return _has_loaded(rig, found)
 
 
 def aborted_meanwhile(rig: OrderRig) -> bool:
@@ -94,9 +91,7 @@ def aborted_meanwhile(rig: OrderRig) -> bool:
 
 def keeps_its_slabs(rig: OrderRig) -> bool:
     """Slabs that are overwritten as soon as they are free, while copies and kernels are queued"""
-    rig.delay_loads(SLOW_S)
-    rig.step(_plan(rig), lambda: rig.delay_compute(2 * SLOW_S))
-    _until_fetched(rig)
+    _load_late(rig, compute_s=2 * SLOW_S)
     taken = rig.take_all_slabs(rig.load_slabs)
     rig.until_received()
     return _is_loaded(rig) and rig.give_back(taken)
@@ -104,9 +99,7 @@ def keeps_its_slabs(rig: OrderRig) -> bool:
 
 def keeps_its_memory(rig: OrderRig) -> bool:
     """Memory that is overwritten as soon as no load has it, while copies and kernels are queued"""
-    rig.delay_loads(SLOW_S)
-    rig.step(_plan(rig), lambda: rig.delay_compute(2 * SLOW_S))
-    _until_fetched(rig)
+    _load_late(rig, compute_s=2 * SLOW_S)
     rig.settle()
     rig.until_received()
     return _is_loaded(rig)
@@ -115,20 +108,13 @@ def keeps_its_memory(rig: OrderRig) -> bool:
 def share_a_lane(rig: OrderRig) -> bool:
     """Loads of several requests at once, which share staging memory"""
     size = len(_CHUNKS) * rig.setup.layout.chunk_blocks
-    names = [f"r{number}" for number in range(5)]
-    ends = [range(number, number + 4) for number in range(5)]
-    firsts = [1 + number * size for number in range(5)]
-    loads = [
-        rig.load_plan(chunks, first, request=name)
-        for name, chunks, first in zip(names, ends, firsts, strict=True)
-    ]
+    asked = [(f"r{n}", range(n, n + 4), 1 + n * size) for n in range(5)]
+    loads = [rig.load_plan(chunks, first, request=name) for name, chunks, first in asked]
     rig.step(StepPlan(loads=tuple(loads)))
-    for name in names:
+    for name, _, _ in asked:
         rig.until_received(name)
-    found = [rig.read(first, size) for first in firsts]
-    return all(
-        equal(pages, rig.expected(chunks)) for pages, chunks in zip(found, ends, strict=True)
-    )
+    found = [(rig.read(first, size), rig.expected(chunks)) for _, chunks, first in asked]
+    return all(equal(*pages) for pages in found)
 
 
 def follows_its_own_step(rig: OrderRig) -> bool:
@@ -161,22 +147,19 @@ def zeroes(rig: OrderRig) -> bool:
 
 def goes_on_fetching(rig: OrderRig) -> bool:
     """Payloads that are fetched by one thread while the device is busy"""
-    if not rig.is_asynchronous:
-        return True
-    for attempt, seconds in enumerate(rig.setup.attempts_s):
-        request = f"r{attempt}"
+
+    def is_first(request: str, seconds: float) -> bool:
         rig.delay_loads(seconds)
         behind = rig.load_lane.mark()
         before = rig.recorder.value("load_bytes")
-        rig.step(StepPlan(loads=(rig.load_plan(_CHUNKS, _FIRST, request=request),)))
+        rig.step(_plan(rig, request=request))
         _until_fetched(rig, before)
         was_first = not behind.done()
         rig.until_received(request)
-        if not _is_loaded(rig):
-            return False
-        if was_first:
-            return True
-    return False
+        assert _is_loaded(rig)
+        return was_first
+
+    return rig.attempted(is_first)
 
 
 def on_another_device(rig: OrderRig) -> bool:
@@ -187,7 +170,7 @@ def on_another_device(rig: OrderRig) -> bool:
 
 def connection_is_lost(rig: OrderRig) -> bool:
     """Copies from the arena that are queued when the connection to its agent is lost"""
-    _load_late(rig, "r")
+    _load_late(rig)
     before = rig.agent
     before.is_lost = True
     rig.loader.cancel("unknown")  # wakes its thread
@@ -273,26 +256,21 @@ def _until_fetched(rig: OrderRig, before: float = 0.0) -> None:
     rig.wait_until(lambda: rig.recorder.value("load_bytes") - before >= nbytes)
 
 
-def _load_late(rig: OrderRig, request: str) -> None:
+def _load_late(rig: OrderRig, compute_s: float = 0.0) -> None:
     rig.delay_loads(SLOW_S)
-    rig.step(_plan(rig, request=request))
+    rig.step(_plan(rig), lambda: compute_s and rig.delay_compute(compute_s))
     _until_fetched(rig)
 
 
 def _is_right(rig: OrderRig, request: str, *, sync: bool = False) -> bool:
-    plan = _plan(rig, request=request, sync=sync)
-    if sync:
-        rig.begin(plan)
-        rig.worker.start_loads(plan)
-        rig.end(plan)
-    else:
-        rig.step(plan)
+    rig.step(_plan(rig, request=request, sync=sync))
+    if not sync:
         rig.until_received(request)
-    return not rig.worker.take_failed_blocks() and equal(_read(rig), rig.expected(_CHUNKS))
+    return _has_loaded(rig, _read(rig))
 
 
-def _has_no_failure(rig: OrderRig) -> bool:
-    return not rig.worker.take_failed_blocks()
+def _has_loaded(rig: OrderRig, found: Pages) -> bool:
+    return not rig.worker.take_failed_blocks() and equal(found, rig.expected(_CHUNKS))
 
 
 SCENARIOS = (

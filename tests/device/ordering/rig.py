@@ -5,14 +5,12 @@ Streams are slowed down by work that takes a given time. So a missing order betw
 lease that ends too early, shows as a wrong byte.
 """
 
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
-from pathlib import Path
+from functools import lru_cache
+from math import prod
 from random import Random
-from tempfile import TemporaryDirectory
 from typing import Any, Final, Self, cast
 from unittest.mock import patch
 
@@ -20,22 +18,14 @@ import numpy as np
 import torch
 
 from objkv.agent import core
-from objkv.agent.memory.arena import PAGE
-from objkv.agent.outbox import AgentSaves, Outbox
-from objkv.assembly.agent import NodeAgent
 from objkv.assembly.backends import open_bulk, open_index
-from objkv.cache.chunks import CacheSettings, ChunkCache, shard_record
-from objkv.codec.payload import (
-    Claim,
-    Provenance,
-    encode,
-    frame_pages,
-    payload_bytes_max,
-    read_header,
-)
-from objkv.config import load_config
+from objkv.cache.chunks import shard_record
+from objkv.codec.payload import Claim, Provenance, encode, frame_pages, read_header
+from objkv.config import Config
+from objkv.connector.kv import wiring
 from objkv.connector.kv.metadata import StepPlan
-from objkv.connector.kv.worker import Rank, WorkerSide
+from objkv.connector.kv.wiring import Pools, open_slabs, plan_pools, read_pages
+from objkv.connector.kv.worker import Rank
 from objkv.connector.model.groups import Geometry
 from objkv.errors import TransferError
 from objkv.index.base import ChunkEntry
@@ -43,19 +33,19 @@ from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import prefix_hashes, token_digest
 from objkv.telemetry import MemoryRecorder
-from objkv.tracing import NO_TRACING
-from objkv.transfer.devices import DeviceLane, driver_of, open_lane
+from objkv.transfer.devices import DeviceLane, open_lane
 from objkv.transfer.lanes import Lane
-from objkv.transfer.loading.loader import Loader, LoadLimits
 from objkv.transfer.paging import PagedGroup
 from objkv.transfer.plan import BlocksToZero, ChunkMove, LoadPlan, SaveMove, SavePlan
 from objkv.transfer.registration import ArenaRegistration
-from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import Slab, SlabPool, SlabsExhaustedError
 from tests.agent.consistency import is_consistent, waiting_of
-from tests.support.arenas import LossyConnection, SpoilingArenaCache
+from tests.support.arenas import LossyConnection, SpoilingArenaCache, refuse_pin
+from tests.support.layouts import placed
 from tests.support.payloads import open_payload
 from tests.support.plans import LoadMove, move_of, packed
+from tests.support.served import ServedAgent
+from tests.support.waiting import wait_until
 
 NAMESPACE: Final = "0123456789abcdef" * 2
 LAYERS: Final = ("layers.0", "layers.1", "layers.2")
@@ -84,12 +74,9 @@ class CacheLayout:
         return CHUNK_TOKENS // self.block_size
 
     def caches(self, device: torch.device, blocks: int) -> Pages:
-        sizes = (blocks, self.heads, self.block_size, self.content)
-        if self.contiguous:
-            return [torch.zeros(sizes, dtype=torch.bfloat16, device=device) for _ in LAYERS]
-        sizes = (blocks, self.block_size, self.heads, self.content)
-        plain = [torch.zeros(sizes, dtype=torch.bfloat16, device=device) for _ in LAYERS]
-        return [cache.transpose(1, 2) for cache in plain]
+        sizes = (len(LAYERS), blocks, self.heads, self.block_size, self.content)
+        memory = torch.zeros(prod(sizes), dtype=torch.bfloat16, device=device)
+        return list(placed(memory, "LBHNC" if self.contiguous else "LBNHC", sizes))
 
 
 STRIDED: Final = CacheLayout()
@@ -173,7 +160,6 @@ _BEHIND_MAX: Final = 8
 Delay = Callable[[Any, float], None]
 """Keeps a stream busy: (stream, seconds). The calling thread does not wait."""
 _GARBAGE: Final = 0x11
-_LOOK_S: Final = 5e-4
 
 
 class WatchedLane:
@@ -193,15 +179,6 @@ class WatchedLane:
         return call
 
 
-def refuse_pin(address: int, nbytes: int) -> Callable[[], None]:
-    """Page-lock nothing, as a device that registers no such memory."""
-    raise RuntimeError(f"{nbytes} bytes are not registered")
-
-
-class NotInTimeError(TransferError):
-    """An expected event did not happen within the rig's patience."""
-
-
 class OrderRig:
     """A worker, its paged cache, and the stores. Closed once, by the end of ``with``."""
 
@@ -214,7 +191,8 @@ class OrderRig:
         self.on_call: Callable[[str], object] = lambda name: None
         """Called with the name of a lane's method, after each call."""
         self.recorder = MemoryRecorder()
-        self._received, self._sent = set[str](), set[str]()
+        self.received, self.sent = set[str](), set[str]()
+        """Requests whose blocks the engine may use, loaded or not; may free."""
         self._open_stores()
         layout = setup.layout
         group = GroupIdentity(
@@ -231,99 +209,77 @@ class OrderRig:
         self._stored = set[int]()
 
     def _open_stores(self) -> None:
-        self._folder = TemporaryDirectory(prefix="objkv-")
-        self._agent_path = Path(self._folder.name) / "agent.sock"
-        self._agent_config = load_config(
-            {
-                "bulk_url": f"file://{self._folder.name}/chunks",
-                "index_url": f"sqlite://{self._folder.name}/index",
-                "agent_memory_bytes": ARENA_BYTES,
-                "drain_deadline_ms": 0,
-                "load_threads": self.setup.load_threads,
-            },
-            environ={},
-        )
-        self.bulk = open_bulk(self._agent_config, self.recorder)
-        self._index = open_index(self._agent_config, self.recorder)
-        self.node = self._open_agent()
-
-    def _open_agent(self) -> NodeAgent:
+        settings = {
+            "agent_memory_bytes": ARENA_BYTES,
+            "drain_deadline_ms": 0,
+            "load_threads": self.setup.load_threads,
+        }
         with patch.object(core, "ArenaCache", SpoilingArenaCache):
-            return NodeAgent(self._agent_config, self._agent_path, MemoryRecorder())
-
-    def open_cache(self, writer: str) -> ChunkCache:
-        settings = CacheSettings(writer, ttl_s=600, lease_ms=60_000, hot_save_bytes_max=0)
-        return ChunkCache(self.bulk, None, self._index, settings, self.recorder)
+            self._served = ServedAgent(settings)
+        self.node, config = self._served.node, self._served.config
+        self.bulk = open_bulk(config, self.recorder)
+        self._index = open_index(config, self.recorder)
 
     def _open_worker(self) -> None:
-        shape = self.geometry.shape(0, 0)
-        assert shape is not None
-        self.pages = PagedGroup(shape, self.caches)
-        self.load_lane = self._open_lane(urgent=True)
-        self.save_lane = self._open_lane(urgent=False)
-        self.save_lane.prepare(self.pages.pages)
-        self._open_slabs()
-        self.loader = self._open_loader()
-        self.saver = self._open_saver()
-        config = load_config(
-            {"bulk_url": "file:///dev/null/kv", "drain_deadline_ms": self.setup.drain_deadline_ms},
-            environ={},
+        """As vLLM's settings make it, but for the pools, what the device registers, and a check at
+        start: it would find what scenarios are to find."""
+        setup = self.setup
+        config = Config(
+            drain_deadline_ms=setup.drain_deadline_ms,
+            load_deadline_ms=round(1000 * setup.deadline_s),
+            step_load_deadline_ms=round(1000 * setup.deadline_s),
+            save_deadline_ms=round(1000 * setup.save_deadline_s),
         )
-        self.worker = WorkerSide(
-            config,
-            self.geometry,
-            Rank(0, "rig", 1, writes_early=self.setup.writes_early),
-            {0: self.pages},
-            loader=self.loader,
-            saver=self.saver,
-            target=self._target,
-            tracing=NO_TRACING,
-        )
-
-    def _open_slabs(self) -> None:
-        """Those of loads are for memory that is not registered with the device. The agent maps
-        those of saves, too."""
-        setup, pin = self.setup, driver_of(self.device).pin if self.is_asynchronous else None
-        slab_bytes = payload_bytes_max(self.pages.layers)
-        self.load_slabs = SlabPool("load", count=setup.load_slabs, slab_bytes=slab_bytes, pin=pin)
-        slab_bytes = -(-slab_bytes // PAGE) * PAGE
-        outbox = Outbox(setup.save_slabs * slab_bytes)
-        self.save_slabs = SlabPool(
-            "save", count=setup.save_slabs, slab_bytes=slab_bytes, pin=pin, fd=outbox.fd
-        )
-        slabs = self.take_all_slabs(self.save_slabs)
-        self._slab_memory = [slab.tensor for slab in slabs]
-        self.give_back(slabs)
-        self._target = AgentSaves(
-            lambda fd: self.connect(outbox=fd), outbox, self.save_slabs.memory.numpy()
-        )
-
-    def _open_loader(self) -> Loader:
-        """Return a loader over the agent's memory, which the device reads as the setup says."""
-        setup, lane = self.setup, self.load_lane
-        on_device = None
-        if self.is_asynchronous:
-            pin = refuse_pin if setup.way == REFUSED else driver_of(self.device).pin_read_only
-            on_device = ArenaRegistration(
-                self.load_slabs, pin, window_bytes=WINDOW_BYTES, begin=lane.adopt_thread
+        with patch.multiple(
+            wiring,
+            ArenaRegistration=self._open_registration,
+            check_pages=lambda group, lane: lane.prepare(group.pages),
+            open_lane=self._open_lane,
+            open_slabs=self._open_slabs,
+            plan_pools=self._plan_pools,
+            read_pages=self._read_pages,
+        ):
+            self.worker = wiring.make_worker_side(
+                config,
+                self.geometry,
+                Rank(0, "rig", 1, writes_early=setup.writes_early),
+                self.connect,
+                recorder=self.recorder,
+                kv_caches=dict(zip(LAYERS, self.caches, strict=True)),
             )
-        self.loader = Loader(
-            {0: self.pages},
-            lane,
-            partial(self.connect, wants_arena=True),
-            limits=LoadLimits(1024, setup.deadline_s, setup.deadline_s),
-            recorder=self.recorder,
-            on_device=on_device,
-        )
-        if on_device is not None and setup.way == REGISTERED:
-            windows, memory = on_device.windows, np.frombuffer(self.agent.arena.view, np.uint8)
-            assert windows is not None
+        self.loader, self.saver = self.worker.loader, self.worker.saver
+        if self.is_asynchronous and setup.way == REGISTERED:
+            windows, memory = (
+                self._registration.windows,
+                np.frombuffer(self.agent.arena.view, np.uint8),
+            )
             address, nbytes = np.array([memory.ctypes.data]), memory.nbytes
             self.wait_until(lambda: windows.are_readable(address, nbytes)[0])
-        return self.loader
+
+    def _read_pages(self, *given: Any) -> dict[int, PagedGroup]:
+        groups = read_pages(*given)
+        self.pages = groups[0]
+        return groups
+
+    def _plan_pools(self, *given: Any) -> Pools:
+        planned, setup = plan_pools(*given), self.setup
+        load_slabs = setup.load_slabs if planned.load_slabs else 0
+        return Pools(planned.slab_bytes, load_slabs, setup.save_slabs, save_queue_max=1024)
+
+    def _open_slabs(self, *given: Any) -> tuple[SlabPool | None, SlabPool]:
+        load_slabs, self.save_slabs = found = open_slabs(*given)
+        # On the host there are none of loads, as all its memory can be read.
+        self.load_slabs = load_slabs or SlabPool("load", count=1, slab_bytes=1)
+        return found
+
+    def _open_registration(self, slabs: SlabPool, pin: Any, **how: Any) -> ArenaRegistration:
+        pin = refuse_pin if self.setup.way == REFUSED else pin
+        found = ArenaRegistration(slabs, pin, window_bytes=WINDOW_BYTES, **how)
+        self._registration = found
+        return found
 
     def connect(self, **options: Any) -> LossyConnection:
-        return LossyConnection(self._agent_path, call_s=self.setup.patience_s, **options)
+        return LossyConnection(self._served.path, call_s=self.setup.patience_s, **options)
 
     @property
     def agent(self) -> LossyConnection:
@@ -331,21 +287,15 @@ class OrderRig:
         assert isinstance(agent, LossyConnection)
         return agent
 
-    def _open_lane(self, *, urgent: bool) -> Lane:
-        lane = open_lane(self.device, urgent=urgent, seam_bytes=WINDOW_BYTES)
-        if not self.setup.watched:
-            return lane
-        return cast("Lane", WatchedLane(lane, lambda name: self.on_call(name)))
-
-    def _open_saver(self) -> Saver:
-        return Saver(
-            self._target,
-            {0: self.pages},
-            self.save_slabs,
-            lane=self.save_lane,
-            limits=SaveLimits(1024, self.setup.save_deadline_s, "rig"),
-            recorder=self.recorder,
-        )
+    def _open_lane(self, device: torch.device, *, urgent: bool = False) -> Lane:
+        lane = open_lane(device, urgent=urgent, seam_bytes=WINDOW_BYTES)
+        if self.setup.watched:
+            lane = cast("Lane", WatchedLane(lane, lambda name: self.on_call(name)))
+        if urgent:
+            self.load_lane = lane
+        else:
+            self.save_lane = lane
+        return lane
 
     # The model's kernels, on the current compute stream.
 
@@ -393,7 +343,7 @@ class OrderRig:
 
     def begin(self, plan: StepPlan) -> None:
         """Begin a step: what the connector does before the forward pass is launched."""
-        self._received -= {load.request_id for load in plan.loads}
+        self.received -= {load.request_id for load in plan.loads}
         self.worker.before_reuse(plan)
         self.worker.before_forward(plan)
 
@@ -403,8 +353,8 @@ class OrderRig:
 
     def report(self, plan: StepPlan, finished: Collection[str] = ()) -> None:
         results = self.worker.results(plan, set(finished))
-        self._received |= results.finished_recving
-        self._sent |= results.finished_sending
+        self.received |= results.finished_recving
+        self.sent |= results.finished_sending
 
     def step(self, plan: StepPlan, forward: Callable[[], object] = lambda: None) -> None:
         """Run a step whose loads are for later steps. They start after the forward pass was
@@ -415,21 +365,20 @@ class OrderRig:
         self.worker.start_loads(plan)
         self.end(plan)
 
+    def attempted(self, shows: Callable[[str, float], bool]) -> bool:
+        """Whether a request and a time for which the device is busy show that something does not
+        wait for it."""
+        attempts = enumerate(self.setup.attempts_s)
+        return not self.is_asynchronous or any(shows(f"r{n}", seconds) for n, seconds in attempts)
+
     def until_received(self, request: str = "r") -> None:
         """Run empty steps until the engine may use a request's blocks, loaded or not."""
-        self.wait_until(lambda: self._is_reported(StepPlan(), self._received, request))
+        self.wait_until(lambda: self._is_reported(StepPlan(), self.received, request))
 
     def until_sent(self, request: str = "r") -> None:
         """Run empty steps until the engine may free a finished request's blocks."""
         plan = StepPlan(held=frozenset({request}))
-        self.wait_until(lambda: self._is_reported(plan, self._sent, request))
-
-    def is_received(self, request: str) -> bool:
-        return request in self._received
-
-    def is_sent(self, request: str) -> bool:
-        """Whether a finished request's saves were reported as out of its blocks."""
-        return request in self._sent
+        self.wait_until(lambda: self._is_reported(plan, self.sent, request))
 
     def _is_reported(self, plan: StepPlan, reported: set[str], request: str) -> bool:
         if request not in reported:
@@ -441,12 +390,7 @@ class OrderRig:
         self.wait_until(lambda: waiting_of(self.node.saves) < _BEHIND_MAX)
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Poll for an event of another thread or of the device. Raises ``NotInTimeError``."""
-        end = time.monotonic() + self.setup.patience_s
-        while not condition():
-            if time.monotonic() > end:
-                raise NotInTimeError(f"nothing happened within {self.setup.patience_s:g} s")
-            time.sleep(_LOOK_S)
+        wait_until(condition, bound_s=self.setup.patience_s)
 
     # Chunks and their bytes.
 
@@ -488,8 +432,7 @@ class OrderRig:
     def stored(self, chunk: int, namespace: str = NAMESPACE) -> Pages | None:
         """Return the bytes of a chunk that was saved, or None if none is stored. Waits for saves
         in progress."""
-        if not self.saver.drain(self.setup.patience_s):
-            raise NotInTimeError("saves did not end")
+        assert self.saver.drain(self.setup.patience_s), "saves did not end"
         self.node.saves.drain(self.setup.patience_s)
         claim = self._claim(namespace, chunk)
         payload = self.bulk.get(claim.key.path())
@@ -508,9 +451,6 @@ class OrderRig:
         return pages is not None and all(
             bool((page.cpu() == value + number).all()) for number, page in enumerate(pages)
         )
-
-    def key(self, chunk: int) -> ChunkKey:
-        return self._claim(NAMESPACE, chunk).key
 
     def _claim(self, namespace: str, chunk: int) -> Claim:
         move = self._move(namespace, chunk, 1)
@@ -568,11 +508,11 @@ class OrderRig:
     def close_safely(self) -> bool:
         """Close the worker, as the connector does before memory is unmapped. Returns whether no
         copy of a save ends afterwards."""
-        memory = self._slab_memory
+        memory = self.save_slabs.memory
         self.worker.close()
-        before = [slab.clone() for slab in memory]
+        before = memory.clone()
         self.synchronize()
-        return all(map(torch.equal, before, memory))
+        return torch.equal(before, memory)
 
     def close(self) -> None:
         try:
@@ -582,8 +522,7 @@ class OrderRig:
             if not is_consistent(self.node.core.arena_cache):
                 raise TransferError("the agent's account of its memory is wrong")
         finally:
-            self.node.close()
-            self._folder.cleanup()
+            self._served.close()
 
     def __enter__(self) -> Self:
         return self
@@ -600,8 +539,3 @@ class Scenario:
     run: Callable[[OrderRig], bool]
     """Returns whether all bytes are right. Its docstring describes the scenario."""
     setup: Setup = field(default_factory=Setup)
-
-    @property
-    def description(self) -> str:
-        """One line for a report."""
-        return (self.run.__doc__ or "").strip()

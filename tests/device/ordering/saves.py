@@ -2,18 +2,12 @@
 
 from collections.abc import Iterable
 from threading import Event, Timer
+from typing import Any
 
 from objkv.connector.kv.metadata import StepPlan
 from objkv.errors import TransferError
-from objkv.transfer.plan import SavePlan
 from objkv.transfer.saver import COPIES_S
-from tests.device.ordering.rig import (
-    SLOW_S,
-    WHOLE,
-    OrderRig,
-    Scenario,
-    Setup,
-)
+from tests.device.ordering.rig import SLOW_S, WHOLE, OrderRig, Scenario, Setup
 
 _CLOSING_S = 0.4
 """Longer than all else takes that is closed with a saver, and shorter than a saver waits."""
@@ -82,7 +76,7 @@ def is_read_before_window(rig: OrderRig) -> bool:
 def is_read_before_zeroed(rig: OrderRig) -> bool:
     """Blocks that a model runner zeroes for the next step before it reports preemptions"""
     _write_and_delay(rig)
-    rig.end(StepPlan(saves=(_save_plan(rig),), may_reuse=True))
+    rig.end(_plan(rig, may_reuse=True))
     _write(rig, _LATER)
     return _are_stored(rig)
 
@@ -231,12 +225,8 @@ def on_another_device(rig: OrderRig) -> bool:
         return not has_another or is_read_before_preempted(rig)
 
 
-def _save_plan(rig: OrderRig) -> SavePlan:
-    return rig.save_plan(_CHUNKS, _FIRST)
-
-
-def _plan(rig: OrderRig) -> StepPlan:
-    return StepPlan(saves=(_save_plan(rig),))
+def _plan(rig: OrderRig, **how: Any) -> StepPlan:
+    return StepPlan(saves=(rig.save_plan(_CHUNKS, _FIRST),), **how)
 
 
 def _write_and_delay(rig: OrderRig, seconds: float = SLOW_S) -> None:

@@ -1,24 +1,19 @@
 """Scenarios of whole steps: loads and saves together, at start, and encoder outputs."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from time import monotonic
 
 import numpy as np
 import torch
 
-from objkv.agent.core import CoreLimits
-from objkv.agent.payloads import PayloadWriter
 from objkv.codec.payload import frame_pages
-from objkv.config import Config
 from objkv.connector.encoder.items import EncoderOutput, EncoderPlan
-from objkv.connector.encoder.worker import EncoderWorkerSide, OutputCopies
 from objkv.connector.kv.metadata import StepPlan
 from objkv.errors import TransferError
 from objkv.keys.encoder import encoder_hash
 from objkv.transfer.lanes import Mark
 from objkv.transfer.paging import check_pages
+from tests.connector.encoder.world import Place, replica
 from tests.device.ordering.rig import (
     CHUNKS,
     NAMESPACE,
@@ -30,7 +25,6 @@ from tests.device.ordering.rig import (
     Setup,
     difference,
 )
-from tests.support.inside import InsideAgent
 from tests.support.payloads import open_payload
 
 _SHARE_MAX = 1 / 4
@@ -44,7 +38,6 @@ _THEN, _LATER = 5.0, 9.0
 _OUTPUTS = 12
 _ROWS, _WIDTH = 16, 256
 """Encoder outputs, and the shape of each."""
-_OUTPUT_BYTES_MAX = 1 << 20
 _STEPS, _AREAS = 32, 6
 _BATCHES_MAX = 1
 """Batches that the device computes while the next one is launched."""
@@ -63,21 +56,20 @@ class FaultFoundError(TransferError):
 
 def does_not_wait(rig: OrderRig) -> bool:
     """A thread that saves, loads and fences while compute and lanes are busy"""
-    if not rig.is_asynchronous:
-        return True
-    for attempt, seconds in enumerate(rig.setup.attempts_s):
+
+    def is_quick(request: str, seconds: float) -> bool:
         for delay in (rig.delay_compute, rig.delay_loads, rig.delay_saves):
             delay(seconds)
-        saves = rig.save_plan([attempt], _SAVED)
-        loads = _loads(rig, f"r{attempt}").loads
+        saves = rig.save_plan([int(request[1:])], _SAVED)
+        loads = rig.load_plan(_STORED, _LOADED, request=request)
         started = monotonic()
-        rig.step(StepPlan(loads=loads, saves=(saves,), reused=frozenset({"r"})))
+        rig.step(StepPlan(loads=(loads,), saves=(saves,), reused=frozenset({"r"})))
         rig.step(StepPlan(reused=frozenset({"r"})))
         elapsed = monotonic() - started
-        rig.until_received(f"r{attempt}")
-        if elapsed < seconds * _SHARE_MAX:
-            return True
-    return False
+        rig.until_received(request)
+        return elapsed < seconds * _SHARE_MAX
+
+    return rig.attempted(is_quick)
 
 
 def tests_itself(rig: OrderRig) -> bool:
@@ -103,12 +95,12 @@ def tests_itself(rig: OrderRig) -> bool:
 def adds_outputs(rig: OrderRig) -> bool:
     """Encoder outputs that are read by a busy model, while the plan's memory changes"""
     outputs: dict[str, torch.Tensor] = {}
-    with _encoder_worker(rig) as worker:
+    with replica(Place(), device=str(rig.device)) as one:
         rig.delay_compute(SLOW_S)
         for number in range(_OUTPUTS):
             name = f"image {number}"
             pages = np.full(_output(name).layer.nbytes, number, dtype=np.uint8)
-            worker.load(EncoderPlan(loads={name: (_output(name), pages)}), outputs)
+            one.worker.load(EncoderPlan(loads={name: (_output(name), pages)}), outputs)
             pages.fill(0xFF)
         found = [outputs[f"image {number}"].view(torch.uint8).clone() for number in range(_OUTPUTS)]
     return all(bool((page.cpu() == number).all()) for number, page in enumerate(found))
@@ -121,12 +113,14 @@ def saves_outputs(rig: OrderRig) -> bool:
         for number in range(_OUTPUTS)
     }
     rig.synchronize()
-    with _encoder_worker(rig) as worker:
+    place = Place()
+    with replica(place, device=str(rig.device)) as one:
         rig.delay_compute(SLOW_S)
         for number, (name, output) in enumerate(outputs.items()):
             output.fill_(number + 1)
-            worker.save(EncoderPlan(saves={name: _output(name)}), outputs, name)
-    return all(_stored_value(rig, name) == at + 1 for at, name in enumerate(outputs))
+            one.worker.save(EncoderPlan(saves={name: _output(name)}), outputs, name)
+        one.drain()
+    return all(_stored_value(place, name) == at + 1 for at, name in enumerate(outputs))
 
 
 def runs_a_while(rig: OrderRig) -> bool:
@@ -249,59 +243,31 @@ class _Storm:
         rig.report(StepPlan(held=frozenset(self._finished.values())))
         failed = rig.worker.take_failed_blocks()
         for area, (name, chunks) in list(self._loading.items()):
-            if rig.is_received(name):
+            if name in rig.received:
                 first = 1 + area * self._size
                 is_loaded = failed.isdisjoint(range(first, first + self._size))
                 pages = rig.read(first, self._size) if is_loaded else None
                 self._read.append((name, pages, chunks))
                 del self._loading[area]
         for area, name in list(self._finished.items()):
-            if rig.is_sent(name):
+            if name in rig.sent:
                 del self._finished[area]
-
-
-@contextmanager
-def _encoder_worker(rig: OrderRig) -> Iterator[EncoderWorkerSide]:
-    copies, patience_s = OutputCopies(rig.device), rig.setup.patience_s
-    agent = InsideAgent(
-        rig.open_cache("encoder"), _OUTPUT_BYTES_MAX, CoreLimits(1, 64), rig.recorder
-    )
-    writer = PayloadWriter(
-        agent.connect, _OUTPUT_BYTES_MAX, "outputs", writer="rig", begin=copies.adopt_thread
-    )
-    patience_ms = round(1000 * patience_s)
-    config = Config(
-        bulk_url="file:///nowhere",
-        index_url="sqlite:///nowhere",
-        save_deadline_ms=patience_ms,
-        drain_deadline_ms=patience_ms,
-    )
-    worker = EncoderWorkerSide(copies, writer, config, rig.recorder, 1 << 30, 1 << 30)
-    try:
-        yield worker
-    finally:
-        worker.close()
-        agent.close(patience_s)
 
 
 def _output(name: str) -> EncoderOutput:
     return EncoderOutput(NAMESPACE, encoder_hash(NAMESPACE, name), _ROWS, _WIDTH, "BF16")
 
 
-def _stored_value(rig: OrderRig, name: str) -> float | None:
+def _stored_value(place: Place, name: str) -> float | None:
     """Return the element that all of a stored output's are, or None if they differ."""
     output = _output(name)
-    payload = rig.bulk.get(output.claim.key.path())
+    payload = place.store.get(output.claim.key.path())
     if payload is None:
         return None
     header = open_payload(payload, output.claim, (output.layer,))
     frame = bytearray(frame_pages(header, 0, payload, None))
     values = torch.frombuffer(frame, dtype=torch.bfloat16).unique()
     return float(values) if len(values) == 1 else None
-
-
-def _loads(rig: OrderRig, request: str = "r") -> StepPlan:
-    return StepPlan(loads=(rig.load_plan(_STORED, _LOADED, request=request),))
 
 
 def _blocks(rig: OrderRig) -> tuple[int, int]:

@@ -6,7 +6,6 @@ a test run starts one and shares it; the daemons die with this process.
 
 import json
 import shutil
-import socket
 import subprocess
 import uuid
 from collections.abc import Callable, Iterator
@@ -18,9 +17,9 @@ from typing import Any
 
 import boto3
 
-from objkv.ops.programs import die_with_parent
-from tests.support.servers.ports import free_port
-from tests.support.servers.redis import wait_until
+from tests.support.servers.ports import free_port, is_accepting
+from tests.support.servers.process import Daemon
+from tests.support.waiting import wait_until
 
 START_S = 240.0
 """Bound of every wait for a daemon."""
@@ -93,29 +92,12 @@ class S3Server:
     access_key: str
     secret_key: str
     _folder: Path = field(repr=False)
-    _gateway: "_Daemon" = field(repr=False)
 
     def admin(self, *arguments: str) -> None:
         """Run ``radosgw-admin``; again if a busy monitor refused it."""
         conf = ("-c", f"{self._folder}/ceph.conf", "-n", "client.rgw")
         command = ("radosgw-admin", *conf, *arguments)
         _until(lambda: bool(_succeeds(self._folder, *command)), " ".join(command))
-
-    def wait_until_ready(self) -> None:
-        """Wait until the gateway accepts connections, which it does last of all.
-
-        Raises TimeoutError, or RuntimeError if it ends by itself again and again.
-        """
-        _until(self._answers, f"radosgw at {self.endpoint_url}, see {self._folder}")
-
-    def _answers(self) -> bool:
-        self._gateway.keep_running()
-        host, _, port = self.endpoint_url.rpartition("/")[2].partition(":")
-        try:
-            with socket.create_connection((host, int(port)), 1):
-                return True
-        except OSError:
-            return False
 
 
 class CephUsers:
@@ -162,8 +144,8 @@ def ceph_radosgw(folder: Path) -> Iterator[S3Server]:
     daemons: list[_Daemon] = []
 
     def daemon(*command: str) -> _Daemon:
-        daemons.append(_Daemon((command[0], "-c", str(conf), *command[1:], "-f"), folder))
-        daemons[-1].start()
+        whole = (command[0], "-c", str(conf), *command[1:], "-f")
+        daemons.append(_Daemon(whole, folder / f"{command[0]}.out").start())
         return daemons[-1]
 
     try:
@@ -171,14 +153,19 @@ def ceph_radosgw(folder: Path) -> Iterator[S3Server]:
         _run(folder, "monmaptool", *monmap, f"{folder}/monmap")
         _start_cluster(folder, daemon)
         gateway = daemon("radosgw", "-n", "client.rgw")
-        server = S3Server(url, ACCESS_KEY, SECRET_KEY, folder, gateway)
+        server = S3Server(url, ACCESS_KEY, SECRET_KEY, folder)
         user = (
             *("radosgw-admin", "-c", str(conf), "-n", "client.rgw", "user", "create"),
             *("--uid=test", "--display-name=test"),
             *(f"--access-key={ACCESS_KEY}", f"--secret-key={SECRET_KEY}"),
         )
         _until(lambda: bool(_succeeds(folder, *user)), f"a user of radosgw, see {folder}")
-        server.wait_until_ready()
+
+        def answers() -> bool:
+            gateway.keep_running()
+            return is_accepting(port)
+
+        _until(answers, f"radosgw at {url}, see {folder}")
         yield server
     finally:
         for running in reversed(daemons):
@@ -203,35 +190,18 @@ def _start_cluster(folder: Path, daemon: Callable[..., "_Daemon"]) -> None:
     _until(is_up, f"ceph-osd, see {folder}")
 
 
-class _Daemon:
-    def __init__(self, command: tuple[str, ...], folder: Path) -> None:
-        self._command = command
-        self._folder = folder
-        self._process: subprocess.Popen[bytes] | None = None
-        self._starts = 0
+class _Daemon(Daemon):
+    """Is killed in the end: nothing is kept, and an orderly end takes seconds."""
 
-    def start(self) -> None:
-        self._starts += 1
-        with (self._folder / f"{self._command[0]}.out").open("ab") as out:
-            self._process = subprocess.Popen(
-                self._command, stdout=out, stderr=subprocess.STDOUT, preexec_fn=die_with_parent
-            )
+    starts_left = _STARTS_MAX
 
     def keep_running(self) -> None:
         """Start it again if it ended by itself; RuntimeError if it has done so too often."""
-        if self._process is not None and self._process.poll() is None:
-            return
-        if self._starts < _STARTS_MAX:
+        if not self.starts_left:
+            self.check()
+        elif not self.is_running:
+            self.starts_left -= 1
             self.start()
-        else:
-            out = (self._folder / f"{self._command[0]}.out").read_text(errors="replace")
-            raise RuntimeError(f"{' '.join(self._command)} ended: {out[-2000:]}")
-
-    def kill(self) -> None:
-        """Nothing is kept, so nothing needs an orderly end, which takes seconds."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
 
 
 def _run(folder: Path, *command: str, bound_s: float = START_S) -> str:

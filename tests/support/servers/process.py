@@ -4,13 +4,56 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from objkv.ops.programs import die_with_parent
 from tests.support.servers import ROOT
+from tests.support.waiting import wait_until
 
-_STOPS_S = 60.0
+END_S, _STOPS_S = 30.0, 60.0
+
+
+class Daemon:
+    """A server's process, which dies with the thread that started it."""
+
+    def __init__(self, command: Sequence[str], log: Path) -> None:
+        self.command, self.log = tuple(command), log
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> Any:
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self.command, stdout=log, stderr=subprocess.STDOUT, preexec_fn=die_with_parent
+            )
+        return self
+
+    @property
+    def is_running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def check(self) -> None:
+        """Raises RuntimeError if it ended by itself."""
+        if not self.is_running:
+            text = self.log.read_text(errors="replace")[-2000:]
+            raise RuntimeError(f"{' '.join(self.command)} ended by itself: {text}")
+
+    def kill(self) -> None:
+        self.end(signal.SIGKILL)
+
+    def end(self, how: signal.Signals) -> None:
+        """End it, even if it is frozen. Idempotent."""
+        process, self.process = self.process, None
+        if process is None:
+            return
+        process.send_signal(how)
+        process.send_signal(signal.SIGCONT)
+        try:
+            process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def start_server(name: str, *arguments: str) -> tuple["subprocess.Popen[str]", str]:
@@ -34,10 +77,8 @@ def freeze(pid: int) -> None:
     """Stop a process until it gets SIGCONT. When this returns, none of its threads runs any more:
     on a busy machine they do for some milliseconds after the signal, and answer."""
     os.kill(pid, signal.SIGSTOP)
-    threads, end = Path(f"/proc/{pid}/task"), time.monotonic() + _STOPS_S
-    while {_state(file) for file in threads.glob("*/stat")} != {"T"}:
-        assert time.monotonic() < end, "it was not stopped in time"
-        time.sleep(0.001)
+    threads = Path(f"/proc/{pid}/task")
+    wait_until(lambda: {_state(file) for file in threads.glob("*/stat")} == {"T"}, "it to stop")
 
 
 def has_ended(pid: int) -> bool:

@@ -26,6 +26,7 @@ from tests.support.servers.process import start_server
 HEAD_BYTES_MAX = 64 << 10
 PAGE_KEYS = 1000
 SPARE_BYTES_MAX = 1 << 30
+_NOTHING = memoryview(b"")
 _XML = '<?xml version="1.0" encoding="UTF-8"?>'
 
 
@@ -34,7 +35,9 @@ class Request:
     method: str
     target: str
     headers: dict[str, str]
-    body: bytes | memoryview = b""
+    head: bytes
+    """Its first line and headers, as they came."""
+    body: memoryview = _NOTHING
 
     @property
     def nbytes(self) -> int:
@@ -57,10 +60,6 @@ class Answer:
     headers: dict[str, str] = field(default_factory=dict)
     body: tuple[memoryview, ...] = ()
     done: Callable[[], None] = lambda: None
-
-    @property
-    def reason(self) -> str:
-        return HTTPStatus(self.status).phrase
 
 
 def failure(status: int, code: str) -> Answer:
@@ -86,6 +85,10 @@ class _Value:
     @property
     def nbytes(self) -> int:
         return len(self.content)
+
+    def told(self) -> str:
+        modified = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(self.modified_s))
+        return f"<Size>{self.nbytes}</Size><LastModified>{modified}</LastModified>"
 
 
 class Values:
@@ -117,6 +120,11 @@ class Values:
                 self._drop(self._values.pop(request.key, None))
             return Answer(204)
         return self._get(request)
+
+    def newest(self) -> list[tuple[str, memoryview]]:
+        """Of all values, those last that were put first."""
+        with self._lock:
+            return [(key, value.content) for key, value in reversed(self._values.items())]
 
     def _get(self, request: Request) -> Answer:
         with self._lock:
@@ -164,35 +172,22 @@ class Values:
         with self._lock:
             names = sorted(name for name in self._values if name.startswith(start) and name > after)
             page = [(name, self._values[name]) for name in names[:limit]]
-        folders = ""
+        rows = []
         if delimiter := query.get("delimiter"):
             cut = {n: n[: n.find(delimiter, len(start)) + 1] for n in names}
-            known = sorted({folder for folder in cut.values() if folder})
             page = [(name, value) for name, value in page if not cut[name]]
             names = [name for name in names if not cut[name]]
-            folders = "".join(
-                f"<CommonPrefixes><Prefix>{self._shown(name, bucket, query)}</Prefix>"
-                "</CommonPrefixes>"
-                for name in known
-            )
-        more = len(names) > limit
-        rows = "".join(
-            f"<Contents><Key>{self._shown(name, bucket, query)}</Key><Size>{value.nbytes}</Size>"
-            f"<LastModified>{_time(value.modified_s)}</LastModified></Contents>"
-            for name, value in page
-        )
-        token = ""
+            rows = [("CommonPrefixes", "Prefix", f, "") for f in sorted({*cut.values()} - {""})]
+        rows += [("Contents", "Key", name, value.told()) for name, value in page]
+        more, shown = len(names) > limit, quote if "encoding-type" in query else escape
+        text = "<EncodingType>url</EncodingType>" if shown is quote else ""
+        text += f"<IsTruncated>{'true' if more else 'false'}</IsTruncated>"
         if more:
-            token = f"<NextContinuationToken>{escape(page[-1][0])}</NextContinuationToken>"
-        coding = "<EncodingType>url</EncodingType>" if "encoding-type" in query else ""
-        return _xml(
-            f"<ListBucketResult>{coding}<IsTruncated>{'true' if more else 'false'}</IsTruncated>"
-            f"{token}{rows}{folders}</ListBucketResult>"
-        )
-
-    def _shown(self, name: str, bucket: str, query: dict[str, str]) -> str:
-        key = name.removeprefix(f"{bucket}/")
-        return quote(key) if query.get("encoding-type") == "url" else escape(key)
+            text += f"<NextContinuationToken>{escape(page[-1][0])}</NextContinuationToken>"
+        for kind, tag, name, told in rows:
+            key = shown(name.removeprefix(f"{bucket}/"))
+            text += f"<{kind}><{tag}>{key}</{tag}>{told}</{kind}>"
+        return _xml(f"<ListBucketResult>{text}</ListBucketResult>")
 
     def _leave(self, value: _Value) -> None:
         with self._lock:
@@ -208,10 +203,6 @@ class Values:
         if value.readers == 0 and self._spare_bytes + value.nbytes <= SPARE_BYTES_MAX:
             self._spare[value.nbytes].append(value.content)
             self._spare_bytes += value.nbytes
-
-
-def _time(seconds: float) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(seconds))
 
 
 _MORE = getattr(socket, "MSG_MORE", 0)
@@ -237,8 +228,10 @@ class QuickS3(Listener):
         tls: Path | None = None,
         intercept: Intercept = lambda _: None,
         after: After = lambda *_: None,
+        values: Values | None = None,
     ) -> None:
-        self._values = Values()
+        """``values``: of another server, which has the same buckets."""
+        self.values = values or Values()
         self._intercept = intercept
         self._after = after
         self._tls: ssl.SSLContext | None = None
@@ -255,26 +248,30 @@ class QuickS3(Listener):
         return self._tls.wrap_socket(connection, server_side=True)
 
     def serve(self, connection: socket.socket) -> None:
-        reader = _Reader(connection)
+        reader = Reader(connection)
         while (request := reader.read_head()) is not None:
-            body = self._values.buffer(request.nbytes)
-            reader.read_body(request, body)
-            request = replace(request, body=body)
-            answer = self._intercept(request)
-            if answer is None:
-                done = self._values.answer(request)
-                answer = self._after(request, done)
-                answer = done if answer is None else answer
-            if isinstance(answer, bytes):
-                connection.sendall(answer)
+            if not self.serve_one(connection, reader, request):
                 return
-            try:
-                _send(connection, request, answer)
-            finally:
-                answer.done()
+
+    def serve_one(self, connection: socket.socket, reader: "Reader", request: Request) -> bool:
+        """Whether the connection goes on after this request, of which the head was read."""
+        request = reader.read_body(request, self.values.buffer(request.nbytes))
+        answer = self._intercept(request)
+        if answer is None:
+            done = self.values.answer(request)
+            answer = self._after(request, done)
+            answer = done if answer is None else answer
+        if isinstance(answer, bytes):
+            connection.sendall(answer)
+            return False
+        try:
+            _send(connection, request, answer)
+        finally:
+            answer.done()
+        return True
 
 
-class _Reader:
+class Reader:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._rest = b""
@@ -297,10 +294,11 @@ class _Reader:
         for line in lines:
             name, _, value = line.partition(":")
             headers[name.lower()] = value.strip()
-        return Request(method, target, headers)
+        return Request(method, target, headers, head)
 
-    def read_body(self, request: Request, body: memoryview) -> None:
-        """Fill ``body`` from the socket; only what came with the head is copied."""
+    def read_body(self, request: Request, body: memoryview) -> Request:
+        """The request with ``body``, which is filled from the socket; only what came with the head
+        is copied."""
         if request.headers.get("expect") == "100-continue":
             self._connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
         at = min(len(self._rest), len(body))
@@ -311,23 +309,23 @@ class _Reader:
             if not got:
                 raise ConnectionError("the client is gone")
             at += got
+        return replace(request, body=body)
 
 
-def _send(connection: socket.socket, request: Request, answer: Answer) -> None:
+def head_of(answer: Answer) -> bytes:
     nbytes = sum(len(part) for part in answer.body)
-    lines = [f"HTTP/1.1 {answer.status} {answer.reason}"]
+    lines = [f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}"]
     lines += [f"{name}: {value}" for name, value in answer.headers.items()]
     if answer.status != 204:
         lines.append(f"Content-Length: {answer.headers.get('Content-Length', nbytes)}")
-    head = ("\r\n".join(dict.fromkeys(lines)) + "\r\n\r\n").encode("latin-1")
-    if request.method == "HEAD" or not nbytes:
-        connection.sendall(head)
-        return
-    if isinstance(connection, ssl.SSLSocket):
-        connection.sendall(head)
-    else:
-        connection.sendall(head, _MORE)
-    for part in answer.body:
+    return ("\r\n".join(dict.fromkeys(lines)) + "\r\n\r\n").encode("latin-1")
+
+
+def _send(connection: socket.socket, request: Request, answer: Answer) -> None:
+    body = () if request.method == "HEAD" else answer.body
+    is_plain = not isinstance(connection, ssl.SSLSocket)
+    connection.sendall(head_of(answer), *([_MORE] if is_plain and any(map(len, body)) else []))
+    for part in body:
         connection.sendall(part)
 
 

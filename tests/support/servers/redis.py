@@ -6,24 +6,19 @@ Servers need no root, keep everything in the folder they are given, and die with
 import atexit
 import shutil
 import signal
-import socket
-import subprocess
-import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
 import redis
 
-from objkv.ops.programs import die_with_parent
-from tests.support.servers.ports import free_port
-from tests.support.servers.process import freeze
+from tests.support.servers.ports import free_port, is_accepting
+from tests.support.servers.process import Daemon, freeze
+from tests.support.waiting import wait_until
 
 START_S = 120.0
 """Bound of every wait for servers to come up or to agree; a Sentinel that was not run for a while
 trusts nobody, itself included, for half a minute."""
-END_S = 30.0
 
 
 def redis_missing() -> str | None:
@@ -32,14 +27,16 @@ def redis_missing() -> str | None:
     return "redis-server is missing: apt-get install -y --no-install-recommends redis-server"
 
 
-class RedisServer:
+class RedisServer(Daemon):
     def __init__(self, binary: str, folder: Path, *, port: int, args: Sequence[str] = ()) -> None:
         self.port = port
         self.url = f"redis://127.0.0.1:{port}"
         self.folder = folder
-        self._command = [binary, *args, "--bind", "127.0.0.1", "--dir", str(folder), "--save", ""]
-        self._process: subprocess.Popen[bytes] | None = None
         folder.mkdir(parents=True, exist_ok=True)
+        super().__init__(
+            [binary, *args, "--bind", "127.0.0.1", "--dir", str(folder), "--save", ""],
+            folder / "log",
+        )
         atexit.register(self.kill)
 
     def __enter__(self) -> Self:
@@ -49,18 +46,12 @@ class RedisServer:
         self.stop()
 
     def start(self) -> Self:
-        with (self.folder / "log").open("ab") as log:
-            self._process = subprocess.Popen(
-                self._command, stdout=log, stderr=subprocess.STDOUT, preexec_fn=die_with_parent
-            )
-        wait_until(self._accepts, f"{self.url} to accept connections, see {self.folder}/log")
+        super().start()
+        wait_until(self._accepts, f"{self.url} to accept connections, see {self.log}")
         return self
 
     def stop(self) -> None:
-        self._end(signal.SIGTERM)
-
-    def kill(self) -> None:
-        self._end(signal.SIGKILL)
+        self.end(signal.SIGTERM)
 
     def restart(self) -> None:
         """Start it again on the same port; memory is lost unless it was told to keep it."""
@@ -69,12 +60,12 @@ class RedisServer:
 
     def pause(self) -> None:
         """Freeze it: it accepts connections and answers nothing, as a dead host seems to."""
-        assert self._process is not None
-        freeze(self._process.pid)
+        assert self.process is not None
+        freeze(self.process.pid)
 
     def resume(self) -> None:
-        assert self._process is not None
-        self._process.send_signal(signal.SIGCONT)
+        assert self.process is not None
+        self.process.send_signal(signal.SIGCONT)
 
     def client(self) -> redis.Redis:
         """A plain client without credentials, for looking at the server from outside.
@@ -84,25 +75,8 @@ class RedisServer:
         return redis.Redis(port=self.port, protocol=2, socket_timeout=START_S)
 
     def _accepts(self) -> bool:
-        assert self._process is not None
-        if self._process.poll() is not None:
-            text = (self.folder / "log").read_text(errors="replace")[-1000:]
-            raise RuntimeError(f"{self._command[0]} ended by itself: {text}")
-        with suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):
-            return True
-        return False
-
-    def _end(self, how: signal.Signals) -> None:
-        process, self._process = self._process, None
-        if process is None:
-            return
-        process.send_signal(how)
-        process.send_signal(signal.SIGCONT)
-        try:
-            process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        self.check()
+        return is_accepting(self.port)
 
 
 def valkey_server(folder: Path, *, args: Sequence[str] = ()) -> RedisServer:
@@ -138,11 +112,3 @@ def redis_binary() -> str:
     if missing := redis_missing():
         raise RuntimeError(missing)
     return str(shutil.which("redis-server"))
-
-
-def wait_until(reached: Callable[[], bool], what: str, *, bound_s: float = START_S) -> None:
-    deadline = time.monotonic() + bound_s
-    while not reached():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"waited {bound_s:g} s for {what}")
-        time.sleep(0.02)

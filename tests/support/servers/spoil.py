@@ -1,28 +1,24 @@
-"""Proxies that spoil a server's answers: of S3 and of Redis, whole requests and answers at a time.
+"""Servers that spoil what they serve: an S3 of their own, and a proxy of Redis.
 
-``with SpoilS3(("127.0.0.1", 7480)) as s3: s3.spoil(Spoil("flip", frozenset({"GET"})))``. They count
-requests by verb. A client's ``Host`` is passed on as it is, so that signatures hold.
+``with SpoilS3() as s3: s3.spoil(Spoil("flip", frozenset({"GET"})))``. They count requests by verb.
 """
 
-import re
 import socket
 import struct
 import threading
-import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import BinaryIO
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, BinaryIO
 
 from tests.support.servers.listener import Listener
+from tests.support.servers.quick_s3 import QuickS3, Reader, Request, failure, head_of
 
 FAULTS = frozenset(
     ("reset", "unanswered", "stall", "lag", "truncate", "flip", "another", "error", "hook")
 )
 SMALL_BYTES = 1024
 HEAD_BYTES_MAX = 64 << 10
-KEPT_BYTES_MAX = 64 << 20
 _KEPT = 64
 _POLL_S = 0.02
 
@@ -59,11 +55,9 @@ class Spoil:
 
 
 class Spoiler(Listener):
-    """A proxy to ``target``. Subclasses carry one request and its answer."""
+    """A server with rules by which it spoils what it serves."""
 
-    def __init__(self, target: tuple[str, int], *, port: int = 0) -> None:
-        self.target = target
-        """May be replaced at any time: of connections that are made from then on."""
+    def __init__(self, **how: Any) -> None:
         self.asked: Counter[str] = Counter()
         """Requests so far, by verb, spoiled ones included."""
         self.spoiled: Counter[str] = Counter()
@@ -75,7 +69,7 @@ class Spoiler(Listener):
         self._rules_lock = threading.Lock()
         self._ended = threading.Event()
         self._mended = threading.Event()
-        super().__init__(port)
+        super().__init__(**how)
 
     def spoil(self, *rules: Spoil) -> None:
         """From now on these faults, and no others: the first rule that a request matches."""
@@ -94,20 +88,6 @@ class Spoiler(Listener):
         self._ended.set()
         self.mend()
         super().close()
-
-    def serve(self, connection: socket.socket) -> None:
-        upstream = Upstream(self.target)
-        with connection.makefile("rb") as client:
-            try:
-                while self._serve_one((connection, client), upstream):
-                    pass
-            except OSError:  # the server is gone: so are we
-                reset(connection)
-            finally:
-                upstream.close()
-
-    def _serve_one(self, ends: tuple[socket.socket, BinaryIO], upstream: "Upstream") -> bool:
-        raise NotImplementedError
 
     def _rule_for(self, verb: str, head: bytes) -> Spoil | None:
         if self.overlooked and self.overlooked in head:
@@ -128,34 +108,12 @@ class Spoiler(Listener):
         while not (mended.wait(_POLL_S) or self._ended.is_set()) and is_open(client):
             pass
 
-    def _lag(self, seconds: float) -> None:
-        self._ended.wait(seconds)
-
-
-class Upstream:
-    def __init__(self, target: tuple[str, int]) -> None:
-        self._target = target
-        self.socket: socket.socket | None = None
-        self._file: BinaryIO | None = None
-
-    def send(self, parts: Iterable[bytes | memoryview]) -> BinaryIO:
-        """Send them, and where the answer comes from. Raises ``OSError``."""
-        if self.socket is None:
-            self.socket = socket.create_connection(self._target)
-            self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._file = self.socket.makefile("rb")
-        for part in parts:
-            self.socket.sendall(part)
-        assert self._file is not None
-        return self._file
-
-    def close(self) -> None:
-        if self.socket is not None:
-            with suppress(OSError):
-                self.socket.close()
-            if self._file is not None:
-                self._file.close()
-            self.socket = self._file = None
+    def _end(self, fault: str, client: socket.socket) -> bool:
+        """End a connection that was reset, or is once it has stalled long enough."""
+        if fault == "stall":
+            self._stall(client)
+        reset(client)
+        return False
 
 
 def reset(client: socket.socket) -> None:
@@ -177,193 +135,71 @@ def is_open(client: socket.socket) -> bool:
         return False
 
 
-def wait_for(reached: Callable[[], bool], *, bound_s: float = 30.0) -> bool:
-    end = time.monotonic() + bound_s
-    while not reached():
-        if time.monotonic() > end:
-            return False
-        time.sleep(_POLL_S / 4)
-    return True
+class SpoilS3(Spoiler, QuickS3):
+    """A quick S3 server. Verbs are HTTP's, and ``LIST``."""
 
-
-_LENGTH = re.compile(rb"(\r\ncontent-length: *)\d+", re.IGNORECASE)
-_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    head: bytes
-    method: str
-    target: str
-    headers: dict[str, str]
-
-    @property
-    def verb(self) -> str:
-        """The method; ``LIST`` for what asks for a listing."""
-        is_list = self.method == "GET" and ("list-type=" in self.target or self.is_bucket)
-        return "LIST" if is_list else self.method
-
-    @property
-    def is_bucket(self) -> bool:
-        return self.target.partition("?")[0].strip("/").count("/") == 0
-
-
-class SpoilS3(Spoiler):
-    """A proxy of S3. Verbs are HTTP's, and ``LIST``. Of what is put through it, the newest few
-    values are kept, to be somebody else's answer."""
-
-    def __init__(self, target: tuple[str, int], *, port: int = 0) -> None:
-        self._kept: OrderedDict[str, bytes] = OrderedDict()
-        super().__init__(target, port=port)
-        self.url = f"http://127.0.0.1:{self.address[1]}"
-
-    def _serve_one(self, ends: tuple[socket.socket, BinaryIO], upstream: Upstream) -> bool:
-        connection, client = ends
-        request = _read_request(client)
-        if request is None:
-            return False
-        rule = self._rule_for(request.verb, request.head)
+    def serve_one(self, connection: socket.socket, reader: Reader, request: Request) -> bool:
+        verb = _verb(request)
+        rule = self._rule_for(verb, request.head)
         fault = rule.fault if rule is not None else ""
         if rule is not None and fault == "hook":
             rule.hook()
-        if fault in ("reset", "stall") and request.verb != "GET":
+        if fault in ("reset", "stall") and verb != "GET":
             return self._end(fault, connection)
-        if request.headers.get("expect", "").lower() == "100-continue":
-            connection.sendall(_CONTINUE)
-        body = _exactly(client, int(request.headers.get("content-length", 0)))
+        request = reader.read_body(request, self.values.buffer(request.nbytes))
         if rule is not None and fault == "error":
             connection.sendall(_refusal(rule.error))
             return False
-        if request.method == "PUT" and fault == "flip":
-            body = flipped(body)
-        if request.method == "PUT" and "?" not in request.target:
-            self._keep(request.target, body)
-        # The server is not asked to go on: what it would say has been said.
-        head = b"\r\n".join(
-            line for line in request.head.split(b"\r\n") if not line.lower().startswith(b"expect:")
-        )
         if request.method == "PUT" and fault == "truncate":
-            upstream.send((head, body[: len(body) // 2]))
             return self._end("reset", connection)
-        answer = upstream.send((head, body))
+        if request.method == "PUT" and fault == "flip":
+            request.body[:] = flipped(bytes(request.body))
+        answer = self.values.answer(request)
+        head, value = head_of(answer), b"".join(answer.body)
+        answer.done()
         if rule is not None and fault == "lag":
-            self._lag(rule.lag_s)
-        head, value, ends_here = _read_answer(answer, request.method)
+            self._ended.wait(rule.lag_s)
         if fault == "unanswered":
             return self._end("reset", connection)
-        if request.verb == "GET" and head.startswith((b"HTTP/1.1 200", b"HTTP/1.1 206")):
+        if verb == "GET" and answer.status in (200, 206):
             if fault in ("reset", "stall"):
                 connection.sendall(head + value[: len(value) // 2])
                 return self._end(fault, connection)
             if fault == "truncate":
                 value = value[: len(value) // 2]
-                head = _LENGTH.sub(b"\\g<1>%d" % len(value), head)
+                head = head_of(replace(answer, body=(memoryview(value),)))
             elif fault == "flip":
                 value = flipped(value)
             elif fault == "another":
                 value = self._of_another(request, value)
         elif fault in ("reset", "stall"):
             return self._end(fault, connection)
-        connection.sendall(head + value)
-        return not ends_here
+        connection.sendall(head if request.method == "HEAD" else head + value)
+        return True
 
-    def _end(self, fault: str, connection: socket.socket) -> bool:
-        if fault == "stall":
-            self._stall(connection)
-        reset(connection)
-        return False
-
-    def _keep(self, target: str, body: bytes) -> None:
-        with self._rules_lock:
-            self._kept[target] = body
-            self._kept.move_to_end(target)
-            while sum(map(len, self._kept.values())) > KEPT_BYTES_MAX:
-                self._kept.popitem(last=False)
-
-    def _of_another(self, request: _Request, value: bytes) -> bytes:
+    def _of_another(self, request: Request, value: bytes) -> bytes:
         """As many bytes of another value's at the same place."""
-        start = 0
-        if wanted := request.headers.get("range"):
-            start = int(wanted.partition("=")[2].partition("-")[0])
-        with self._rules_lock:
-            for target, body in reversed(self._kept.items()):
-                found = body[start : start + len(value)]
-                is_payload = target.endswith(".safetensors") and target != request.target
-                if is_payload and len(found) == len(value) and found != value:
-                    return found
-        raise AssertionError(f"nothing as long as {request.target} was put through this proxy")
+        start = int(request.headers.get("range", "=0-").partition("=")[2].partition("-")[0])
+        for key, body in self.values.newest():
+            found = bytes(body[start : start + len(value)])
+            is_payload = key.endswith(".safetensors") and key != request.key
+            if is_payload and len(found) == len(value) and found != value:
+                return found
+        raise AssertionError(f"nothing as long as {request.target} was put into this server")
 
 
-def _read_request(client: BinaryIO) -> _Request | None:
-    head = _read_head(client)
-    if not head:
-        return None
-    first, headers = _parsed(head)
-    method, target, _ = first.split(" ")
-    return _Request(head, method, target, headers)
-
-
-def _read_answer(server: BinaryIO, method: str) -> tuple[bytes, bytes, bool]:
-    """Head, body, and whether the connection ends with it."""
-    while True:
-        head = _read_head(server)
-        if not head:
-            raise ConnectionError("the server closed the connection")
-        first, headers = _parsed(head)
-        status = int(first.split(" ")[1])
-        if status >= 200:
-            break
-    ends_here = headers.get("connection", "").lower() == "close"
-    if method == "HEAD" or status in (204, 304):
-        return head, b"", ends_here
-    if headers.get("transfer-encoding", "").lower() == "chunked":
-        return head, _chunks(server), ends_here
-    if "content-length" in headers:
-        return head, _exactly(server, int(headers["content-length"])), ends_here
-    return head, server.read(), True
-
-
-def _read_head(file: BinaryIO) -> bytes:
-    """Up to the empty line, with it; empty where nothing comes any more."""
-    head = b""
-    with suppress(ConnectionError):
-        while not head.endswith(b"\r\n\r\n"):
-            line = file.readline(HEAD_BYTES_MAX)
-            if not line or len(head) > HEAD_BYTES_MAX:
-                return b""
-            head += line
-    return head
-
-
-def _parsed(head: bytes) -> tuple[str, dict[str, str]]:
-    first, *lines = head.decode("latin-1").rstrip("\r\n").split("\r\n")
-    pairs = (line.partition(":") for line in lines)
-    return first, {name.strip().lower(): value.strip() for name, _, value in pairs}
-
-
-def _exactly(file: BinaryIO, nbytes: int) -> bytes:
-    got = file.read(nbytes) if nbytes else b""
-    if len(got) != nbytes:
-        raise ConnectionError("the other end is gone")
-    return got
-
-
-def _chunks(server: BinaryIO) -> bytes:
-    out = b""
-    while True:
-        line = server.readline(HEAD_BYTES_MAX)
-        size = int(line.split(b";")[0], 16)
-        out += line + _exactly(server, size + 2)
-        if not size:
-            return out
+def _verb(request: Request) -> str:
+    """The method; ``LIST`` for what asks for a listing."""
+    is_list = "list-type=" in request.target or "/" not in request.key.strip("/")
+    return "LIST" if request.method == "GET" and is_list else request.method
 
 
 def _refusal(error: str) -> bytes:
     """``error`` is a status and S3's code, as in ``503 SlowDown``."""
     status, _, code = error.partition(" ")
-    body = f"<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode()
-    head = f"HTTP/1.1 {status} {code}\r\nContent-Type: application/xml\r\nConnection: close\r\n"
-    return head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    answer = failure(int(status), code)
+    closes = replace(answer, headers=answer.headers | {"Connection": "close"})
+    return head_of(closes) + b"".join(answer.body)
 
 
 class SpoilRedis(Spoiler):
@@ -371,13 +207,29 @@ class SpoilRedis(Spoiler):
     answered in order. Verbs are commands, in capitals. It knows no ``unanswered``, ``stall`` nor
     ``hook``, and no subscriptions."""
 
-    def __init__(self, target: tuple[str, int], *, port: int = 0) -> None:
+    def __init__(self, target: tuple[str, int]) -> None:
+        self.target = target
+        """May be replaced at any time: of connections that are made from then on."""
         self._kept: OrderedDict[tuple[str, bytes], bytes] = OrderedDict()
-        super().__init__(target, port=port)
+        super().__init__()
         self.url = f"redis://127.0.0.1:{self.address[1]}/0"
 
-    def _serve_one(self, ends: tuple[socket.socket, BinaryIO], upstream: Upstream) -> bool:
-        connection, client = ends
+    def serve(self, connection: socket.socket) -> None:
+        try:
+            with (
+                socket.create_connection(self.target) as server,
+                connection.makefile("rb") as client,
+                server.makefile("rb") as answers,
+            ):
+                server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                while self._serve_one(connection, client, server, answers):
+                    pass
+        except OSError:  # the server is gone: so are we
+            reset(connection)
+
+    def _serve_one(
+        self, connection: socket.socket, client: BinaryIO, server: socket.socket, answers: BinaryIO
+    ) -> bool:
         command = _read_command(client)
         if command is None:
             return False
@@ -389,11 +241,11 @@ class SpoilRedis(Spoiler):
             connection.sendall(f"-{rule.error}\r\n".encode())
             return True
         if fault == "reset":
-            reset(connection)
-            return False
-        answer = _read_resp(upstream.send((raw,)))
+            return self._end(fault, connection)
+        server.sendall(raw)
+        answer = _read_resp(answers)
         if rule is not None and fault == "lag":
-            self._lag(rule.lag_s)
+            self._ended.wait(rule.lag_s)
         if fault == "truncate":
             connection.sendall(answer[: len(answer) // 2])
             return False
