@@ -4,7 +4,6 @@ import os
 import secrets
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
@@ -27,7 +26,6 @@ from objkv.ops.audit.report import (
     verdict,
 )
 from objkv.ops.formats import age, dollars, duration, moment, share, size
-from objkv.ops.inventory.file import Inventory
 from objkv.ops.inventory.tree import Branch
 from objkv.ops.runs import Finding
 
@@ -275,11 +273,8 @@ def audit(
     """
     if html is not None:
         check_file("--html", html)
-    with (
-        upkeep(session, "audit", writes=False, namespace=namespace) as run,
-        closing(Inventory()) as inventory,
-    ):
-        walk = run.walk(inventory)
+    with upkeep(session, "audit", writes=False, namespace=namespace) as run:
+        walk = run.walk()
         for what, units in audit_stages(walk):
             run.run(what, units)
         if run.pool.ending != "complete":

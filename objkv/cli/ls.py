@@ -11,12 +11,12 @@ from objkv.cli.command import FINE, Session, command
 from objkv.cli.output import Printer, counted
 from objkv.cli.upkeep import WORKERS
 from objkv.errors import ConfigError
-from objkv.ops.backends_view import stored_namespaces
+from objkv.ops.backends_view import BackendsView, stored_namespaces
 from objkv.ops.formats import age, size
 from objkv.ops.inventory.file import Inventory
 from objkv.ops.inventory.tree import Branch, PrefixSummary, branches, make_tree
 from objkv.ops.inventory.tree import prefixes as list_prefixes
-from objkv.ops.inventory.walk import ReadView, Walk, WalkScope, find_scope
+from objkv.ops.inventory.walk import Walk, WalkScope, find_scope
 from objkv.ops.listing import (
     NamespaceSummary,
     TenantTotals,
@@ -113,11 +113,16 @@ def _nothing(session: Session, source: str) -> str:
     return f"nothing is stored in {urls['bulk_url' if own else f'{source}_url']} yet"
 
 
+def _view(backends: "Backends", *, is_own_index: bool) -> BackendsView:
+    """Return a view for reading, without retries."""
+    return BackendsView(backends.bulk, None, backends.index, is_own_index, ttl_s=0, owner="ls")
+
+
 def _counted(
     session: Session, backends: "Backends", namespace: str | None
 ) -> list[NamespaceSummary]:
     """Count the payloads in the bulk store, whatever the index knows."""
-    view = ReadView(backends.bulk, backends.index, is_own_index=True)
+    view = _view(backends, is_own_index=True)
     if namespace is not None:
         namespace = find_namespace(view.bulk, view.index, namespace)
     with closing(Inventory()) as inventory:
@@ -142,7 +147,7 @@ def _show_chunks(
         names = backends.index.namespaces()
     else:
         names = [find_namespace(backends.bulk, backends.index, namespace)]
-    view = ReadView(backends.bulk, backends.index, is_own_index=False)
+    view = _view(backends, is_own_index=False)
     scope = WalkScope(namespaces={}, old=frozenset(), indexed=names)
     with closing(Inventory()) as inventory:
         _walked(session, "reading the index", Walk(view, inventory, scope).records())

@@ -1,7 +1,6 @@
 """``objkv rebuild``: rebuild the index from the bulk store alone."""
 
 from collections.abc import Mapping
-from contextlib import closing
 from typing import Annotated
 
 import typer
@@ -12,7 +11,6 @@ from objkv.cli.output import counted
 from objkv.cli.upkeep import Upkeep, upkeep
 from objkv.ops.backends_view import StoredNamespace
 from objkv.ops.formats import size
-from objkv.ops.inventory.file import Inventory
 from objkv.ops.rebuild import Rebuild
 
 _MEANS = {
@@ -40,19 +38,17 @@ def rebuild(
     if session.config.index_url.startswith("bulk:"):
         session.has_bulk()
         return _nothing_to_do(session)
-    with (
-        upkeep(session, "rebuild", writes=apply, namespace=namespace) as run,
-        closing(Inventory()) as inventory,
-    ):
+    with upkeep(session, "rebuild", writes=apply, namespace=namespace) as run:
         found: Mapping[str, StoredNamespace] = {}
         with run.interruptible():
-            walk = run.walk(inventory, only_sealed_here=True)
+            walk = run.walk(only_sealed_here=True)
             found = walk.scope.namespaces
             run.run("listing payloads", walk.payloads())
             work = Rebuild(run.view, apply=apply)
-            run.run("restoring records", work.parts(inventory, found))
+            run.run("restoring records", work.parts(run.inventory, found))
             if apply:
-                run.run("restoring records lost since", work.parts(inventory, found, lost=True))
+                parts = work.parts(run.inventory, found, lost=True)
+                run.run("restoring records lost since", parts)
             run.run("restoring pins and totals", work.namespaces(found))
         if not found and run.pool.ending == "complete" and not session.out.machine:
             run.report_nothing()

@@ -2,7 +2,7 @@
 threads and the end of the report."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from objkv.keys.identity import NAMESPACE_HEX
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.ops.backends_view import BackendsView, read_namespace
 from objkv.ops.inventory.file import Inventory
-from objkv.ops.inventory.walk import Walk, WalkScope, find_scope, read_view
+from objkv.ops.inventory.walk import Walk, WalkScope, find_scope
 from objkv.ops.listing import find_namespace
 from objkv.ops.runs import Counters, Unit, WorkPool
 
@@ -30,6 +30,7 @@ class Upkeep:
 
     session: Session
     view: BackendsView
+    inventory: Inventory
     pool: WorkPool
     namespace: str | None = None
     """The only namespace to work on; None for all."""
@@ -39,17 +40,16 @@ class Upkeep:
         with self.session.out.steps(what) as on_progress:
             self.pool.run(units, on_progress)
 
-    def walk(
-        self, inventory: Inventory, *, only_sealed_here: bool = False, only_read: bool = False
-    ) -> Walk:
-        """Return the walk that fills ``inventory``. ``only_sealed_here``: see ``_with_keys``.
+    def walk(self, *, only_sealed_here: bool = False, only_read: bool = False) -> Walk:
+        """Return the walk that fills the inventory. ``only_sealed_here``: see ``_with_keys``.
         ``only_read``: see ``_of_this_format``."""
-        view = read_view(self.view)
         with self.session.out.waiting("reading namespaces"):
-            scope = find_scope(view, self.namespace)
+            scope = find_scope(self.view, self.namespace)
         if only_read:
             scope = self._of_this_format(scope)
-        return Walk(view, inventory, self._with_keys(scope) if only_sealed_here else scope)
+        if only_sealed_here:
+            scope = self._with_keys(scope)
+        return Walk(self.view, self.inventory, scope)
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
@@ -141,17 +141,11 @@ def upkeep(
                 backends.index.check()
             else:  # a check may write, and would create a missing index file
                 backends.index.lookup("0" * NAMESPACE_HEX, [bytes(PREFIX_HASH_BYTES)])
-        view = BackendsView.of(
-            config,
-            (backends.bulk, backends.hot),
-            backends.index,
-            backends.admin,
-            command=command,
-            seal_of=open_seals(session.config),
-        )
+        view = BackendsView.of(config, backends, command, open_seals(config))
         if namespace is not None:
             namespace = find_namespace(view.bulk, view.index, namespace, must_exist=True)
-        yield Upkeep(session, view, WorkPool(workers=WORKERS), namespace)
+        with closing(Inventory()) as inventory:
+            yield Upkeep(session, view, inventory, WorkPool(workers=WORKERS), namespace)
 
 
 def seal_of(session: Session, backends: Backends, namespace: str) -> Seal | None:

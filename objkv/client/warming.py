@@ -45,9 +45,7 @@ def run_warm(
         backends = stack.enter_context(open_backends(settings, NullRecorder()))
         backends.bulk.check()
         backends.index.check()
-        view = BackendsView.of(
-            settings, (backends.bulk, backends.hot), backends.index, backends.admin, command="warm"
-        )
+        view = BackendsView.of(settings, backends, "warm")
         identity = None
         if check or namespace is not None:
             identity = find_identity(view.bulk, view.index, namespace)

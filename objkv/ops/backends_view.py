@@ -1,6 +1,7 @@
 """The stores and the index as maintenance commands use them, and the bulk store's namespaces."""
 
 import json
+import math
 import os
 import random
 import re
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, Protocol, Self, TypeVar, cast
 
 from pydantic import TypeAdapter
 
@@ -96,6 +97,19 @@ class _Retrying:
         return repeated
 
 
+class Opened(Protocol):
+    """Open stores and index, as ``assembly`` opens them."""
+
+    @property
+    def bulk(self) -> PruneStore: ...
+    @property
+    def hot(self) -> HotStore | None: ...
+    @property
+    def index(self) -> WriteIndex: ...
+    @property
+    def admin(self) -> PruneIndex | None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class BackendsView:
     """The stores, the index, and the settings that a command needs with them."""
@@ -119,20 +133,16 @@ class BackendsView:
     def of(
         cls,
         config: Config,
-        stores: tuple[PruneStore, HotStore | None],
-        index: WriteIndex,
-        admin: PruneIndex | None,
-        *,
+        opened: Opened,
         command: str,
         seal_of: Callable[["StoredNamespace"], Seal | None] = lambda namespace: None,
-    ) -> "BackendsView":
-        """Return the view of ``command``. Calls to ``stores`` (bulk, hot) and index are retried."""
-        bulk, hot = stores
+    ) -> Self:
+        """Return the view of ``command``. Calls to what is ``opened`` are retried."""
         return cls(
-            bulk=retrying(bulk),
-            hot=None if hot is None else retrying(hot),
-            index=retrying(index),
-            admin=None if admin is None else retrying(admin),
+            bulk=retrying(opened.bulk),
+            hot=opened.hot and retrying(opened.hot),
+            index=retrying(opened.index),
+            admin=opened.admin and retrying(opened.admin),
             is_own_index=config.index_url.startswith("bulk:"),
             ttl_s=config.ttl_s,
             owner=f"{command}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}",
@@ -256,27 +266,27 @@ def record_keys(namespace: str, record: Record) -> Iterator[ChunkKey]:
 
 
 class Lease:
-    """The lease of ``path``, with the time of its end, because retried calls may outlast it.
-
-    For one thread. Raises ``StoreError``.
-    """
+    """The lease of ``path`` within a block, which gets None if another process holds it. Knows the
+    time of its end, because retried calls may outlast it. For one thread. Raises ``StoreError``."""
 
     def __init__(
         self, view: BackendsView, path: str, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._index = view.index
-        self._owner = view.owner
-        self._ms = view.lease_ms
-        self._path = path
-        self._clock = clock
-        self._end_s = 0.0
+        self._view, self._path, self._clock = view, path, clock
+        self._end_s = -math.inf
 
-    def acquire(self) -> bool:
-        """Take the lease; False if another process holds it."""
-        began_s = self._clock()
-        if not self._index.lease(self._path, self._owner, ttl_ms=self._ms):
+    def __enter__(self) -> Self | None:
+        return self if self._acquire() else None
+
+    def __exit__(self, *_: object) -> None:
+        if self._end_s > -math.inf:
+            self._view.index.release(self._path, self._view.owner)
+
+    def _acquire(self) -> bool:
+        began_s, ms = self._clock(), self._view.lease_ms
+        if not self._view.index.lease(self._path, self._view.owner, ttl_ms=ms):
             return False
-        self._end_s = began_s + self._ms / 1000
+        self._end_s = began_s + ms / 1000
         return True
 
     def renew(self) -> bool:
@@ -285,11 +295,7 @@ class Lease:
         Then another process may have held it, and values read under it may be outdated.
         """
         end_s = self._end_s
-        return self._clock() < end_s and self.acquire() and self._clock() < end_s
-
-    def release(self) -> None:
-        """Release the lease."""
-        self._index.release(self._path, self._owner)
+        return self._clock() < end_s and self._acquire() and self._clock() < end_s
 
 
 def delete_unchanged(

@@ -20,6 +20,7 @@ from objkv.index.base import Record
 from objkv.index.guarded import for_operators
 from objkv.ops.backends_view import (
     BackendsView,
+    Lease,
     StoredNamespace,
     StoredPayload,
     recorded,
@@ -111,19 +112,16 @@ class Rebuild:
     def _publish(self, stored: StoredPayload, header: Header, seal: Seal | None) -> bool:
         """Publish the record; False if another process writes or has changed payload or record."""
         view, key = self._view, stored.key
-        if not view.index.lease(key.path(), view.owner, ttl_ms=view.lease_ms):
-            return False  # the writer that has the lease publishes the record
-        try:
-            # Both may have changed since they were read; under the lease they stay unchanged.
-            if recorded(view.index, key)[1] != stored.shard:
+        with Lease(view, key.path()) as lease:
+            # The writer that has the lease publishes the record. Otherwise both may have changed
+            # since they were read; under the lease they stay unchanged.
+            if lease is None or recorded(view.index, key)[1] != stored.shard:
                 return False
             assert stored.entry is not None
             now = stored_header(view.bulk, stored.entry, seal)
             if now is None or now.checksum != header.checksum:
                 return False
             publish_record(view.index, header, hot=self._is_hot(header), ttl_s=view.ttl_s)
-        finally:
-            view.index.release(key.path(), view.owner)
         return True
 
     def _is_hot(self, header: Header) -> bool:

@@ -320,11 +320,10 @@ class Verify:
 
     def _set_right(self, key: ChunkKey, verdict: str) -> str | None:
         """Repair or quarantine a payload; return the counter to increment, or None."""
-        lease = Lease(self._view, key.path())
-        if not lease.acquire():
-            return None
         view, path = self._view, key.path()
-        try:
+        with Lease(view, path) as lease:
+            if lease is None:
+                return None
             now, now_record = self._checker.look(key, self._seal_of(key.namespace))
             if now.verdict != verdict or not lease.renew():
                 return None
@@ -337,8 +336,6 @@ class Verify:
                 publish_record(view.index, now.header, hot=is_hot, ttl_s=view.ttl_s)
                 return "mended"
             return self._take_away(key, now, now_record, lease)
-        finally:
-            lease.release()
 
     def _take_away(
         self, key: ChunkKey, found: Checked, record: Record | None, lease: Lease

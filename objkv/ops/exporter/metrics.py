@@ -9,8 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from objkv.config import Config
-from objkv.ops.exporter.scan import Scans
-from objkv.ops.exporter.watch import BackendsWatch, Origin
+from objkv.ops.exporter.watch import BackendsWatch, Origin, Scans
 from objkv.ops.inventory.findings import FAULTS
 
 OF_NAMESPACE = ("namespace", "tenant", "model")

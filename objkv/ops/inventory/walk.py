@@ -17,9 +17,8 @@ from itertools import islice
 from objkv.cache.chunks import shard_record, stored_header
 from objkv.cache.pins import read_pins
 from objkv.cache.switch import OPERATOR_FOLDER
-from objkv.codec.seal import Seal
 from objkv.errors import ConfigError, PayloadError
-from objkv.index.base import ReadIndex, Record
+from objkv.index.base import Record
 from objkv.keys.chunk import ChunkKey
 from objkv.ops.backends_view import (
     CHUNKS_AT_ONCE,
@@ -31,7 +30,7 @@ from objkv.ops.backends_view import (
 )
 from objkv.ops.inventory.file import Inventory
 from objkv.ops.runs import Check, Counters, Unit
-from objkv.stores.base import Entry, ReadStore, Unfinished
+from objkv.stores.base import Entry
 
 is_fan = re.compile(r"[0-9a-f]{2}").fullmatch
 """Whether a folder of a namespace has payloads: it has the first two digits of their hashes."""
@@ -43,30 +42,6 @@ _DOUBTFUL = (
     "SELECT hash, field FROM payloads WHERE ns = ? AND recorded IS NULL"
     " ORDER BY modified_s DESC LIMIT ?",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class ReadView:
-    """The store and the index, as far as an inventory uses them: read-only."""
-
-    bulk: ReadStore
-    index: ReadIndex
-    is_own_index: bool
-    seal_of: Callable[[StoredNamespace], Seal | None] = lambda namespace: None
-    """See ``BackendsView.seal_of``."""
-    unfinished: Callable[[], Iterable[Unfinished]] = tuple
-    """Unfinished writes of killed writers in the bulk store."""
-
-
-def read_view(view: BackendsView) -> ReadView:
-    """Return the read-only part of ``view``."""
-    return ReadView(
-        bulk=view.bulk,
-        index=view.index,
-        is_own_index=view.is_own_index,
-        seal_of=view.seal_of,
-        unfinished=view.bulk.unfinished,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +67,7 @@ class WalkScope:
         return sorted({*self.namespaces, *self.indexed})
 
 
-def find_scope(view: ReadView, only: str | None = None) -> WalkScope:
+def find_scope(view: BackendsView, only: str | None = None) -> WalkScope:
     """Return the scope of all namespaces, or of the namespace ``only``."""
     # First the index: a namespace's document is put before its first record is published.
     indexed = [] if view.is_own_index else view.index.namespaces()
@@ -139,7 +114,7 @@ def with_old_epochs(names: Collection[str], scope: WalkScope) -> frozenset[str]:
 class Walk:
     """The units of work that fill ``inventory``. Each is done once, in the order of the methods."""
 
-    view: ReadView
+    view: BackendsView
     inventory: Inventory
     scope: WalkScope
     workers: int = 16
@@ -256,7 +231,7 @@ class Walk:
 
     def _leftovers(self, counters: Counters, check: Check) -> None:
         only = self.scope.only
-        for left in self.view.unfinished():
+        for left in self.view.bulk.unfinished():
             check()
             if only in (None, left.key.removeprefix(f"{QUARANTINE}/").partition("/")[0]):
                 entry = Entry(left.key, left.nbytes, left.modified_s)

@@ -41,8 +41,6 @@ class SweepLimits:
     """Longer than any put takes: younger temporary data is kept even if ``grace_s`` is shorter."""
     unidentified: bool = False
     """Whether payloads in namespaces without an identity document are removed too."""
-    force: bool = False
-    """Whether to proceed even if the index or bucket looks empty or mismatched."""
 
 
 class Remover:
@@ -95,19 +93,15 @@ class Remover:
         if not self._may(kind):
             counters.find(kind, path, nbytes)
             return
-        lease = Lease(self._view, path, clock=self._clock)
-        if not lease.acquire():
-            counters.count("busy")
-            return
-        try:
-            if remove(lease):
+        with Lease(self._view, path, clock=self._clock) as lease:
+            if lease is None:
+                counters.count("busy")
+            elif remove(lease):
                 counters.find(kind, path, nbytes)
                 # A record alone takes no bytes of the bulk store.
                 counters.count("removed", 0 if kind == "missing" else nbytes)
             else:
                 counters.count("changed")
-        finally:
-            lease.release()
 
     def _forget(self, key: ChunkKey, shard: ShardRecord, lease: Lease) -> bool:
         view, path = self._view, key.path()
