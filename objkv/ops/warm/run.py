@@ -6,6 +6,7 @@ stored prompts.
 """
 
 import asyncio
+import secrets
 from array import array
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
@@ -13,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import cycle, islice
 from threading import Thread
 from time import monotonic
 from typing import Any, Final
@@ -21,12 +22,18 @@ from typing import Any, Final
 from objkv.errors import ConfigError, StoreError, StoreUnavailable
 from objkv.index.base import Record
 from objkv.keys.identity import Identity
-from objkv.ops.backends_view import BackendsView
+from objkv.keys.prefix import PromptExtras, prefix_hashes
+from objkv.ops.backends_view import (
+    HANDOFF_LAYOUT,
+    BackendsView,
+    read_identities,
+    stored_namespaces,
+)
 from objkv.ops.match import look_up
 from objkv.ops.warm.endpoint import Endpoint, EndpointError
-from objkv.ops.warm.lookup import find_identity_of, hashes_of, nothing_saved
 from objkv.ops.warm.prompts import WarmPrompt
 from objkv.ops.warm.report import WarmLimits, WarmReport
+from objkv.stores.base import ReadStore
 
 Call = Callable[[Coroutine[Any, Any, None]], None]
 _BATCH: Final = 512
@@ -35,6 +42,11 @@ _TOKENIZING, _FINDERS = 8, 8
 """Concurrent requests for token ids, and threads for index lookups."""
 _ROUNDS: Final = 6
 """Attempts to tokenize a prompt, per endpoint."""
+SALT = "objkv-warm-"
+"""The start of the salts of probe chunks."""
+_CHUNK_TOKENS = 256
+"""The default chunk, used while nothing is stored yet."""
+_LOOK_PAUSE_S = 0.1
 
 
 @dataclass(slots=True, eq=False)
@@ -306,13 +318,24 @@ class _Run:
         return why
 
     async def _probe(self, tokens: Sequence[int]) -> None:
-        view, endpoints = self.job.view, [one for one in self.job.endpoints if one.model]
+        """Set the common identity of all endpoints, and verify that they save to this store.
+
+        Each computes a chunk of ``tokens`` under a random salt, which cannot be stored yet; its
+        namespace is the one in which that appears.
+        """
+        view, wait_s = self.job.view, self.job.limits.save_s
+        endpoints = [one for one in self.job.endpoints if one.model]
         try:
-            self._identity = await find_identity_of(
-                endpoints, tokens, view.bulk, view.index, wait_s=self.job.limits.save_s
-            )
+            found = {one.name: await _identity_of(one, tokens, view, wait_s) for one in endpoints}
         except EndpointError as exc:
             raise StoreUnavailable(f"the first request failed: {exc}") from exc
+        if len({identity.namespace() for identity in found.values()}) > 1:
+            each = ", ".join(f"{name} {identity.namespace()}" for name, identity in found.items())
+            raise ConfigError(
+                f"the endpoints do not share a namespace: {each}; objkv diff shows why; warm each "
+                "group of endpoints separately"
+            )
+        self._identity = next(iter(found.values()))
 
     async def _add(self, prompt: WarmPrompt, tokens: "array[int]") -> None:
         assert self._identity is not None
@@ -425,3 +448,71 @@ class _Run:
         self._queue.end(task, is_stored=is_stored)
         self._changed.set()
         self.job.progress(self.report)
+
+
+def hashes_of(identity: Identity, tokens: Sequence[int], salt: str | None) -> list[bytes]:
+    """Return the prefix hashes of the prompt's whole chunks; only these can be stored."""
+    extras = PromptExtras(salt=salt)
+    return prefix_hashes(identity.namespace(), tokens, identity.chunk_tokens, extras)
+
+
+def known_identities(bulk: ReadStore) -> dict[str, Identity]:
+    """Return the identities of all namespaces with KV of prompts, without hand-offs."""
+    every = read_identities(bulk, stored_namespaces(bulk))
+    return {name: one for name, one in every if one.page_layout != HANDOFF_LAYOUT}
+
+
+def nothing_saved(endpoint: str, wait_s: float) -> str:
+    return (
+        f"{endpoint} saved nothing here within {wait_s:.0f} s: check that it uses the objkv "
+        "connector, that it may save (kv_role, role, quota), and that its bulk_url and index_url "
+        "are those of this command; objkv doctor shows them here, the line 'objkv ready' in the "
+        "server's log shows them there"
+    )
+
+
+async def _identity_of(
+    endpoint: Endpoint, tokens: Sequence[int], view: BackendsView, wait_s: float
+) -> Identity:
+    salt = SALT + secrets.token_hex(8)
+    longest, ends_s = 0, 0.0
+    while True:
+        known = await asyncio.to_thread(known_identities, view.bulk)
+        sizes = {_CHUNK_TOKENS, *(identity.chunk_tokens for identity in known.values())}
+        if max(sizes) > longest:  # the first time, and when a namespace of longer chunks appears
+            longest = max(sizes)
+            await _compute_chunk(endpoint, tokens, salt, sorted(sizes, reverse=True), wait_s)
+            ends_s = monotonic() + wait_s
+        for identity in known.values():
+            first = hashes_of(identity, _of_size(tokens, identity.chunk_tokens), salt)
+            [record], _ = await asyncio.to_thread(look_up, view.index, identity, first)
+            if record is not None and record.shards:
+                return identity
+        if monotonic() >= ends_s:
+            raise ConfigError(nothing_saved(endpoint.name, wait_s))
+        await asyncio.sleep(_LOOK_PAUSE_S)
+
+
+async def _compute_chunk(
+    endpoint: Endpoint, tokens: Sequence[int], salt: str, sizes: Sequence[int], wait_s: float
+) -> None:
+    """Compute a chunk of the first of ``sizes`` that the endpoint accepts."""
+    left, ends_s = list(sizes), monotonic() + wait_s
+    while True:
+        made = [*_of_size(tokens, left[0]), tokens[0]]  # the last token is never saved
+        try:
+            await endpoint.compute(made, salt)
+            return
+        except EndpointError as exc:
+            if exc.kind == "refused" and len(left) > 1:  # longer than the model's context
+                left.pop(0)
+                continue
+            pause_s = exc.after_s or 5 * _LOOK_PAUSE_S
+            if exc.kind == "refused" or monotonic() + pause_s >= ends_s:
+                raise
+            await asyncio.sleep(pause_s)
+
+
+def _of_size(tokens: Sequence[int], size: int) -> list[int]:
+    """Return ``tokens``, cut or repeated to ``size``."""
+    return list(islice(cycle(tokens), size))
