@@ -62,10 +62,10 @@ def admission(
             author = "".join(filter(str.isprintable, this_user()))[:AUTHOR_CHARS_MAX]
             order = Switch(cast("Mode", mode), scope, now_s + lasts_s, now_s, author)
             set_switch(backends.bulk, order)
-        orders = read_switches(backends.bulk)
+        every = read_switches(backends.bulk)
     orders = [
         one
-        for one in orders
+        for one in every
         if one.until_s > now_s and (scope is None or one.namespace in (None, scope))
     ]
     if session.out.document({"orders": orders}):
