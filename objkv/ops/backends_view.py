@@ -44,6 +44,7 @@ HANDOFF_LAYOUT = "handoff-1"
 """Page layout of namespaces for prompts in transfer between engines, which have no chunks."""
 SAMPLE_LAYOUT = "sample-1"
 """That of the namespace of ``bench`` and ``doctor``, which no replica has."""
+DOCUMENT_BYTES_MAX: Final = 4 << 20
 _TEXT_MAX = 200
 PATIENCE_S = 30.0
 """Longer than the default pause of any circuit breaker."""
@@ -196,12 +197,11 @@ def read_namespace(bulk: ReadStore, name: str) -> StoredNamespace:
     try:
         document = identity_document(bulk, name)
     except PayloadError as exc:
-        return StoredNamespace(name, is_known=False, problem=str(exc))
+        return StoredNamespace(name, False, problem=str(exc))
     if document is None:
-        return StoredNamespace(name, is_known=False, problem="no identity document")
-    damaged = StoredNamespace(
-        name, False, problem="its identity document is damaged or of another namespace"
-    )
+        return StoredNamespace(name, False, problem="no identity document")
+    why = "its identity document is damaged or of another namespace"
+    damaged = StoredNamespace(name, False, problem=why)
     if sha256(document).hexdigest()[:NAMESPACE_HEX] != name:
         return damaged
     try:
@@ -209,7 +209,12 @@ def read_namespace(bulk: ReadStore, name: str) -> StoredNamespace:
         epoch, tenant = values.pop("weights_epoch"), values["tenant"]
         if type(epoch) is not int or type(tenant) is not str:
             return damaged
-        is_chunks = values.get("hash") == HASH_SCHEME
+        is_chunks, size = values.get("hash") == HASH_SCHEME, values.get("chunk_tokens")
+        texts = {
+            name: value[:_TEXT_MAX]
+            for name in ("model", "kv_dtype")
+            if isinstance(value := values.get(name), str)
+        }
         return StoredNamespace(
             name,
             is_known=True,
@@ -220,20 +225,11 @@ def read_namespace(bulk: ReadStore, name: str) -> StoredNamespace:
             and values.get("page_layout") not in (HANDOFF_LAYOUT, SAMPLE_LAYOUT),
             seals=seals_of(values.get("extra")),
             is_old_format=values["format"] < FORMAT,
-            model=_text(values.get("model")),
-            kv_dtype=_text(values.get("kv_dtype")),
-            chunk_tokens=_number(values.get("chunk_tokens")),
+            chunk_tokens=size if type(size) is int and 0 < size < 1 << 40 else None,
+            **texts,
         )
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
         return damaged
-
-
-def _text(value: object) -> str | None:
-    return value[:_TEXT_MAX] if isinstance(value, str) else None
-
-
-def _number(value: object) -> int | None:
-    return value if type(value) is int and 0 < value < 1 << 40 else None
 
 
 def stored_namespaces(bulk: ReadStore) -> list[str]:
@@ -319,9 +315,6 @@ def delete_unchanged(
         if now != entry:
             return now is None
     return False
-
-
-DOCUMENT_BYTES_MAX: Final = 4 << 20
 
 
 def read_identity(bulk: ReadStore, namespace: str) -> Identity | None:

@@ -1,30 +1,23 @@
-"""Explains why a match ends where it does, from index, bulk store and node agent.
-
-Unknowns are reported as such. Most often it is unknown whether a missing chunk was ever stored: a
-deleted chunk leaves no trace, so only its neighbours give evidence.
-"""
+"""Explains why a match ends where it does, from index, bulk store and node agent. A deleted chunk
+leaves no trace, so only its neighbours give evidence; what stays unknown is reported as such."""
 
 import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Final, Literal
 
 from objkv.cache.chunks import stored_header
-from objkv.cache.switch import Switch, in_force, read_switches
+from objkv.cache.switch import in_force, read_switches
 from objkv.codec.seal import Seal
 from objkv.errors import PayloadError, StoreError
 from objkv.index.base import ReadIndex, Record
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import Identity
 from objkv.keys.prefix import PromptExtras, prefix_hashes, root_hash
-from objkv.ops.backends_view import (
-    QUARANTINE,
-    read_identities,
-    record_keys,
-    stored_namespaces,
-)
+from objkv.ops.backends_view import QUARANTINE, read_identities, record_keys, stored_namespaces
 from objkv.ops.diff import diff
 from objkv.ops.formats import span
 from objkv.ops.match import ChunkMatch, MatchReport, match_prompt
@@ -110,16 +103,13 @@ def explain_match(question: Question) -> Explanation:
     """
     report, agent = question.report, question.agent
     if not report.chunks:
-        return Explanation(
-            "nothing", "the prompt is shorter than one chunk, and only whole chunks are stored"
-        )
+        short = "the prompt is shorter than one chunk, and only whole chunks are stored"
+        return Explanation("nothing", short)
     if isinstance(agent, str):
-        return Explanation(
-            "agent_away",
-            "the node agent that this command's settings name does not answer, so replicas with "
-            "these settings load nothing",
-            [agent],
+        away = (
+            "the node agent of these settings does not answer, so replicas with them load nothing"
         )
+        return Explanation("agent_away", away, [agent])
     if (stopped := switched_off(question)) is not None:
         return stopped
     usable, ends = report.usable_tokens // report.chunk_tokens, found_chunks(report, agent)
@@ -145,14 +135,16 @@ def explain_match(question: Question) -> Explanation:
 
 def switched_off(question: Question) -> Explanation | None:
     """Return the operator's order that stops all loads of the namespace now; None if there is none
-    or the orders cannot be read."""
-    if (order := _order(question)) is not None:
-        return Explanation(
-            "switched_off",
-            f"nothing is loaded now: {order.describe()}",
-            advice=[f"{order.end()} ends the order"],
-        )
-    return None
+    or the orders cannot be read: replicas follow none either then."""
+    try:
+        orders = read_switches(question.bulk)
+    except (PayloadError, StoreError):
+        return None
+    order = in_force(orders, question.report.namespace, now_s=question.clock())
+    if order is None or order.mode != "never":
+        return None
+    sentence = f"nothing is loaded now: {order.describe()}"
+    return Explanation("switched_off", sentence, advice=[f"{order.end()} ends the order"])
 
 
 def found_chunks(report: MatchReport, agent: "Matched | None") -> int:
@@ -164,16 +156,6 @@ def found_chunks(report: MatchReport, agent: "Matched | None") -> int:
     if agent is not None and usable < agent.stored and not report.chunks[usable].payloads:
         return agent.stored
     return usable
-
-
-def _order(question: Question) -> Switch | None:
-    """Return the operator's order that switches loads of this namespace off, if there is one."""
-    try:
-        orders = read_switches(question.bulk)
-    except (PayloadError, StoreError):  # replicas follow none either
-        return None
-    order = in_force(orders, question.report.namespace, now_s=question.clock())
-    return order if order is not None and order.mode == "never" else None
 
 
 def _whole(question: Question, *, is_held_back: bool) -> Explanation:
@@ -302,21 +284,13 @@ def _unrecorded(question: Question, keys: Sequence[ChunkKey]) -> Explanation:
         )
     written = max((one.created_s or 0 for one in reports), default=0)
     age_s = max(0, int(question.clock()) - written)
-    life = span(question.ttl_s)
-    if age_s > question.ttl_s:
-        sentence = (
-            f"it is stored, but its record is gone: it was written {span(age_s)} ago, and records "
-            f"expire {life} after their last use (ttl_s)"
-        )
-    else:
-        sentence = (
-            f"it is stored but has no record, although it was written only {span(age_s)} ago and "
-            f"records live {life}: the index lost or evicted the record, or a replica is saving "
-            "the chunk now"
-        )
+    why = "it has expired"
+    if age_s <= question.ttl_s:
+        why = "the index lost or evicted it, or a replica is saving the chunk now"
     return Explanation(
         "orphan",
-        sentence,
+        f"it is stored without a record: it was written {span(age_s)} ago, and records live "
+        f"{span(question.ttl_s)} after their last use (ttl_s): {why}",
         [f"{one.key}: complete and correct" for one in reports],
         ["objkv rebuild --apply restores its record; a longer ttl_s keeps records longer"],
         ["whether the record expired, was evicted by Redis, or was never published"],
@@ -326,10 +300,10 @@ def _unrecorded(question: Question, keys: Sequence[ChunkKey]) -> Explanation:
 def _other_extras(question: Question, number: int) -> Explanation | None:
     """Return an explanation if the chunk is stored without the prompt's salt or adapter."""
     extras, namespace = question.extras, question.report.namespace
-    for difference, other in (
-        ("without the cache_salt", replace(extras, salt=None)),
-        ("without the adapter", replace(extras, lora_digest=None)),
-        ("without the cache_salt and the adapter", PromptExtras()),
+    for lacks, other in (
+        ("the cache_salt", replace(extras, salt=None)),
+        ("the adapter", replace(extras, lora_digest=None)),
+        ("the cache_salt and the adapter", PromptExtras()),
     ):
         if other == extras:
             continue
@@ -337,7 +311,7 @@ def _other_extras(question: Question, number: int) -> Explanation | None:
         if question.index.lookup(namespace, [hashes[number]])[0] is not None:
             return Explanation(
                 "other_extras",
-                f"the same tokens are stored {difference}, so this request cannot use them",
+                f"the same tokens are stored without {lacks}, so this request cannot use them",
                 advice=["KV is shared only with the same cache_salt and adapter: use the same"],
             )
     return None
@@ -355,28 +329,27 @@ def _elsewhere(question: Question, chunk: ChunkMatch) -> Explanation | None:
             found.append((-served, name, reason))
     if not found:
         return None
-    found.sort()
-    served, name, reason = found[0]
+    lines = [f"{name}: {-served:,} tokens; {reason}" for served, name, reason in sorted(found)]
     return Explanation(
         "elsewhere",
-        f"it is in another namespace: {name} has {-served:,} tokens of this prompt; {reason}",
-        [f"{name}: {-served:,} tokens; {reason}" for served, name, reason in found],
+        f"another namespace has it: {lines[0]}",
+        lines,
         ["objkv diff shows each difference and how to remove it"],
     )
 
 
 def _beside(question: Question, number: int) -> Explanation:
     """Explain a chunk without any trace, by other prompts that continue from its beginning."""
-    report, count, more = question.report, 0, [_BY_WHAT]
+    report, more = question.report, [_BY_WHAT]
     chunk = report.chunks[number]
     parent = report.chunks[number - 1].prefix_hash if number else root_hash(report.namespace)
-    for scanned, record in enumerate(question.index.scan(report.namespace)):
-        if scanned >= SCAN_MAX:
-            more.append(
-                f"whether other prompts continue here: only {SCAN_MAX:,} records were scanned"
-            )
-            break
-        count += record.parent_hash == parent and record.token_start == chunk.token_start
+    records = question.index.scan(report.namespace)
+    count = sum(
+        record.parent_hash == parent and record.token_start == chunk.token_start
+        for record in islice(records, SCAN_MAX)
+    )
+    if next(records, None) is not None:
+        more.append(f"whether other prompts continue here: only {SCAN_MAX:,} records were scanned")
     where = f"tokens {chunk.token_start:,}-{chunk.token_end:,}"
     if not count:
         return Explanation(
