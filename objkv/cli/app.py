@@ -73,7 +73,6 @@ class Commands(TyperGroup):
         self.commands: dict[str, Any] = dict.fromkeys(COMMANDS)
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names in the order of ``COMMANDS``."""
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
@@ -181,5 +180,4 @@ def all_commands() -> Iterator[tuple[str, Any]]:
 
 
 def main() -> None:
-    """Run the command line of the current process."""
     app()

@@ -47,7 +47,6 @@ def report_document(report: DemoReport) -> dict[str, Any]:
 
 
 def print_report(out: Printer, report: DemoReport) -> None:
-    """Print the table and its conclusions."""
     out.line()
     out.line("Time to first token, in seconds", "bold")
     out.line("recompute: without objkv. A: computes and saves. B: loads the KV that A saved.")

@@ -22,7 +22,6 @@ _MODEL = "Qwen/Qwen3-0.6B"
 
 
 def print_report(out: Printer, report: GpuReport) -> None:
-    """Print the device, its copy rates and every comparison."""
     gpu = report.gpu
     out.line(f"objkv {report.objkv} on {gpu.device}, model {report.model}", "bold")
     out.line("; ".join(f"{name} {text}" for name, text in gpu.about.items()), "dim")

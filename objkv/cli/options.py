@@ -30,8 +30,6 @@ Namespace = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class CommonOptions:
-    """The options of every command."""
-
     bulk_url: Annotated[
         str | None, typer.Option(help="Bulk store; overrides OBJKV_BULK_URL.", metavar="URL")
     ] = None
@@ -58,7 +56,6 @@ class CommonOptions:
 
     @property
     def form(self) -> Output:
-        """The form of the result."""
         return "json" if self.json else self.output or "table"
 
 

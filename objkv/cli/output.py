@@ -77,11 +77,8 @@ class Printer:
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         """Print rows. ``>`` before a column's name aligns it right; such columns (numbers) are
         never cut. ``=`` neither aligns nor cuts. ``~`` lets a column wrap between words. A table
-        whose columns all lack names has no header.
-
-        On a terminal, hashes are shortened, names are cut, and the last columns are left out if
-        there is no room.
-        """
+        whose columns all lack names has no header. On a terminal, hashes are shortened, names are
+        cut, and the last columns are left out if there is no room."""
         is_fitted = not self._wide and sys.stdout.isatty()
         width = shutil.get_terminal_size().columns if is_fitted else None
         table = rich_table(columns, rows, width)

@@ -95,9 +95,7 @@ def fetch(
     sleep: Callable[[float], None] = time.sleep,
 ) -> PrefetchReport:
     """Prefetch a prompt, and wait for its payloads until shortly after the deadline.
-
-    ``on_progress`` takes the MiB that have arrived and those to expect.
-    """
+    ``on_progress`` takes the MiB that have arrived and those to expect."""
     began = clock()
     answer = api.prefetch(prompt, deadline_s)
     expected = answer.resident_bytes + answer.started_bytes

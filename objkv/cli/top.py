@@ -86,7 +86,6 @@ def top(
 
 
 def _agents(given: list[Path] | None, config: Config) -> list[Path]:
-    """Return the sockets of the agents to show."""
     if given:
         return list(dict.fromkeys(given))
     path = agent_socket(config)
@@ -183,7 +182,6 @@ def _hit_rate(view: TopView) -> str:
 
 
 def replica_cells(row: TopRow) -> list[str]:
-    """Return one replica's row as text."""
     values = row.values
     if not values or row.state == "new":
         return [row.name, row.state, row.problem or "", *[""] * 6]
@@ -202,7 +200,6 @@ def replica_cells(row: TopRow) -> list[str]:
 
 
 def agent_cells(row: TopRow) -> list[str]:
-    """Return one node agent's row as text."""
     values = row.values
     if not values:
         return [row.name, row.state, row.problem or "", *[""] * 8]

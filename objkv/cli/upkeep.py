@@ -36,7 +36,6 @@ class Upkeep:
     """The only namespace to work on; None for all."""
 
     def run(self, what: str, units: Iterable[Unit]) -> None:
-        """Run the units and show the progress."""
         with self.session.out.steps(what) as on_progress:
             self.pool.run(units, on_progress)
 
@@ -91,7 +90,6 @@ class Upkeep:
 
     @property
     def counters(self) -> Counters:
-        """The findings so far."""
         return self.pool.counters
 
     def report(self, command: str, **more: Any) -> dict[str, Any]:
@@ -107,7 +105,6 @@ class Upkeep:
         }
 
     def report_nothing(self) -> None:
-        """Print that the store is empty, with its URL."""
         url = self.session.config.public()["bulk_url"]
         self.session.out.line(f"nothing is stored in {url} yet")
         self.report_end()

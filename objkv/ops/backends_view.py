@@ -286,10 +286,8 @@ class Lease:
         return True
 
     def renew(self) -> bool:
-        """Extend the lease to its full time; False if it may have expired.
-
-        Then another process may have held it, and values read under it may be outdated.
-        """
+        """Extend the lease to its full time; False if it may have expired. Then another process may
+        have held it, and values read under it may be outdated."""
         end_s = self._end_s
         return self._clock() < end_s and self._acquire() and self._clock() < end_s
 
@@ -318,10 +316,8 @@ def delete_unchanged(
 
 
 def read_identity(bulk: ReadStore, namespace: str) -> Identity | None:
-    """Return the identity of ``namespace``; None if the bulk store has no document of it.
-
-    Raises ``PayloadError`` if the document does not have the digest that names the namespace.
-    """
+    """Return the identity of ``namespace``; None if the bulk store has no document of it. Raises
+    ``PayloadError`` if the document does not have the digest that names the namespace."""
     document = identity_document(bulk, namespace)
     return None if document is None else parse_identity(document, namespace)
 
@@ -336,10 +332,8 @@ def read_identities(bulk: ReadStore, names: Iterable[str]) -> Iterator[tuple[str
 
 
 def identity_document(bulk: ReadStore, namespace: str) -> bytes | None:
-    """Return the bytes of the namespace's identity document; None if it is missing.
-
-    Raises ``PayloadError`` if it is too long.
-    """
+    """Return the bytes of the namespace's identity document; None if it is missing. Raises
+    ``PayloadError`` if it is too long."""
     path = identity_path(namespace)
     document = bulk.get(path, 0, DOCUMENT_BYTES_MAX + 1)
     if document is not None and len(document) > DOCUMENT_BYTES_MAX:
@@ -348,10 +342,8 @@ def identity_document(bulk: ReadStore, namespace: str) -> bytes | None:
 
 
 def parse_identity(document: bytes, namespace: str) -> Identity:
-    """Parse an identity document whose digest must be ``namespace``.
-
-    Raises ``PayloadError`` for anything else, including formats newer than this version.
-    """
+    """Parse an identity document whose digest must be ``namespace``. Raises ``PayloadError`` for
+    anything else, including formats newer than this version."""
     try:
         values = json.loads(document)
         written = (values.pop("format"), values.pop("hash"))

@@ -81,10 +81,8 @@ class DemoFolder:
 
     @contextmanager
     def prepared(self, prompts: Sequence[ReplicaPrompt]) -> Iterator[None]:
-        """Empty the folder except for the models, and lock it against other demos.
-
-        Raises ``ConfigError`` if another demo holds the lock.
-        """
+        """Empty the folder except for the models, and lock it against other demos. Raises
+        ``ConfigError`` if another demo holds the lock."""
         make_private(self.root)
         with (self.root / "lock").open("w") as lock:
             try:
@@ -143,8 +141,6 @@ class DemoStore:
 
 @dataclass(frozen=True, slots=True)
 class DemoReport:
-    """The result of the demo."""
-
     engine: str
     device: str
     rows: tuple[DemoRow, ...]
@@ -155,7 +151,6 @@ class DemoReport:
 
     @property
     def speed_up_median(self) -> float:
-        """The median over all prompts."""
         return statistics.median(row.speed_up for row in self.rows)
 
     @property
@@ -170,7 +165,6 @@ class DemoReport:
 
     @property
     def fine(self) -> bool:
-        """Whether all answers are identical and objkv served tokens."""
         return self.identical and self.served
 
 

@@ -97,10 +97,8 @@ class Question:
 
 
 def explain_match(question: Question) -> Explanation:
-    """Check the payloads that would be served, then explain the first chunk that would not.
-
-    Reads the headers of the former and every byte of the latter. Changes nothing.
-    """
+    """Check the payloads that would be served, then explain the first chunk that would not. Reads
+    the headers of the former and every byte of the latter. Changes nothing."""
     report, agent = question.report, question.agent
     if not report.chunks:
         short = "the prompt is shorter than one chunk, and only whole chunks are stored"

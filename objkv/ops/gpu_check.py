@@ -66,8 +66,6 @@ class GpuFacts:
 
 @dataclass(frozen=True, slots=True)
 class GpuCase:
-    """One comparison."""
-
     name: str
     ok: bool
     detail: str = ""
@@ -75,8 +73,6 @@ class GpuCase:
 
 @dataclass(frozen=True, slots=True)
 class GpuReport:
-    """The result of one run."""
-
     objkv: str
     model: str
     gpu: GpuFacts

@@ -131,7 +131,6 @@ def _summary(
 
 
 def list_tenants(namespaces: Iterable[NamespaceSummary]) -> list[TenantTotals]:
-    """Return the totals by tenant."""
     found: defaultdict[str | None, list[NamespaceSummary]] = defaultdict(list)
     for one in namespaces:
         found[one.tenant].append(one)
@@ -179,9 +178,7 @@ def namespaces_called(
 
 def find_identity(bulk: ReadStore, index: ReadIndex, wanted: str | None) -> Identity:
     """Return the identity of the namespace called ``wanted``; for None, of the only one with KV.
-
-    Raises ``ConfigError``, ``PayloadError`` and ``StoreError``.
-    """
+    Raises ``ConfigError``, ``PayloadError`` and ``StoreError``."""
     name = find_namespace(bulk, index, wanted)
     identity = read_identity(bulk, name)
     if identity is None:

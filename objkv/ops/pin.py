@@ -54,9 +54,7 @@ class PinList:
 
 def chain_of(index: ReadIndex, namespace: str, leaf: bytes) -> list[Record]:
     """Return the records from the first chunk of a prompt to ``leaf``, with one lookup for each.
-
-    Raises ``NotStored`` if one of them is missing.
-    """
+    Raises ``NotStored`` if one of them is missing."""
     chain: list[Record] = []
     wanted, end = leaf, None
     while True:
@@ -93,11 +91,9 @@ class Pinner:
     def pin(
         self, namespace: str, chain: Sequence[Record], *, until_s: int, by: str | None = None
     ) -> PinnedPrefix:
-        """Pin the prefix of these records, first chunk first, until ``until_s``.
-
-        This replaces an earlier pin of the prefix, even a longer one. Chunks shared with other
-        pinned prefixes stay pinned until the last of these pins ends.
-        """
+        """Pin the prefix of these records, first chunk first, until ``until_s``. This replaces an
+        earlier pin of the prefix, even a longer one. Chunks shared with other pinned prefixes stay
+        pinned until the last of these pins ends."""
         assert chain
         now_s = self.clock()
         if not now_s < until_s < UNTIL_S_MAX:
@@ -110,11 +106,9 @@ class Pinner:
         return _pinned(pin, nbytes, missing)
 
     def unpin(self, namespace: str, leaf: bytes) -> PinnedPrefix | None:
-        """Remove the pin of the prefix that ends with ``leaf``; return None if there is none.
-
-        Its chunks expire ``ttl_s`` from now, unless other pins keep them. An unreadable document
-        pins nothing and is deleted.
-        """
+        """Remove the pin of the prefix that ends with ``leaf``; return None if there is none. Its
+        chunks expire ``ttl_s`` from now, unless other pins keep them. An unreadable document pins
+        nothing and is deleted."""
         path = pin_path(namespace, leaf)
         try:
             pin = read_pin(self.bulk, path)
@@ -130,9 +124,7 @@ class Pinner:
 
     def _update(self, pin: Pin, without: str) -> int:
         """Set the end of each chunk's pin in the index, by all documents except ``without``.
-
-        Returns the number of chunks without a record.
-        """
+        Returns the number of chunks without a record."""
         until = self._until(pin, without)
         for _ in range(_UPDATES_MAX):
             known = [
@@ -173,10 +165,8 @@ def list_pins(
 def remove_ended_pins(
     bulk: PruneStore, namespace: str, *, now_s: float, grace_s: float = 0.0
 ) -> int:
-    """Delete the documents of pins that ended ``grace_s`` ago, and return their number.
-
-    For sweeps. Each document is read again right before, because the pin may have been extended.
-    """
+    """Delete the documents of pins that ended ``grace_s`` ago, and return their number. For sweeps.
+    Each document is read again right before, because the pin may have been extended."""
     ended = [
         pin.path()
         for pin in scan_pins(bulk, namespace)

@@ -27,9 +27,7 @@ _ENVIRONMENT = {
 
 def die_with_parent() -> None:
     """For ``preexec_fn``: kill the child when the thread that started it ends for any reason.
-
-    Otherwise a killed parent would leave its children running.
-    """
+    Otherwise a killed parent would leave its children running."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -43,7 +41,6 @@ class ProgramFailed(ObjkvError):
         super().__init__(f"{what}; its log is {log_file}")
 
     def tail(self) -> str:
-        """The last lines of the log."""
         lines = self.log_file.read_text(errors="replace").splitlines()
         return "\n".join(lines[-_TAIL_LINES:])
 

@@ -53,10 +53,8 @@ class Rebuild:
     ) -> Iterator[Unit]:
         """Restore the records of payloads that replicas read. Counts ``restored``, ``corrected``
         (wrong records), ``present`` and ``written`` (by others meanwhile). Findings are
-        ``corrupt``: unreadable, or claiming another key.
-
-        ``lost``: afterwards, only records that the index may have lost during this run.
-        """
+        ``corrupt``: unreadable, or claiming another key. ``lost``: afterwards, only records that
+        the index may have lost during this run."""
         for part in inventory.slices(_PAYLOADS):
             namespace = namespaces[part.namespace]
             if namespace.is_known and not namespace.is_old_format:

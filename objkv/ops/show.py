@@ -31,8 +31,6 @@ Verdict = Literal["ok", "corrupt", "missing"]
 
 @dataclass(frozen=True, slots=True)
 class FrameReport:
-    """The result of checking one layer's frame."""
-
     layer: str
     dtype: str
     shape: tuple[int, ...]
@@ -79,11 +77,9 @@ class PayloadReport:
 def find_payloads(
     bulk: ReadStore, namespaces: Iterable[str], beginning: str
 ) -> dict[tuple[str, bytes], list[ChunkKey]]:
-    """Return the payloads of chunks whose hash starts with ``beginning``.
-
-    The result is by namespace and prefix hash. Lists at most 1,000 entries per namespace. Raises
-    ``ConfigError`` unless ``beginning`` is 4 to 40 hex digits.
-    """
+    """Return the payloads of chunks whose hash starts with ``beginning``. The result is by
+    namespace and prefix hash. Lists at most 1,000 entries per namespace. Raises ``ConfigError``
+    unless ``beginning`` is 4 to 40 hex digits."""
     if _BEGINNING.fullmatch(beginning) is None:
         raise ConfigError(
             f"{beginning!r} is not the hash of a chunk; give its 40 hex digits or at least the "
@@ -103,9 +99,7 @@ def find_payloads(
 
 def choose_chunk(found: Collection[tuple[str, bytes]], beginning: str) -> tuple[str, bytes] | None:
     """Return the one chunk of ``found``, by namespace and prefix hash; None if there is none.
-
-    Raises ``ConfigError`` with the choices if several start with ``beginning``.
-    """
+    Raises ``ConfigError`` with the choices if several start with ``beginning``."""
     if len(found) > 1:
         choices = ", ".join(digest.hex() for _, digest in sorted(found)[:_CHOICES])
         raise ConfigError(f"{len(found)} chunks start with {beginning}; give one of {choices}")
@@ -120,9 +114,7 @@ def promised_payloads(index: ReadIndex, namespace: str, prefix_hash: bytes) -> l
 
 def inspect_payload(bulk: ReadStore, key: ChunkKey, seal: Seal | None = None) -> PayloadReport:
     """Get the payload and verify its header, its claim and every frame, and its seal if given.
-
-    Reads no more bytes than the header states.
-    """
+    Reads no more bytes than the header states."""
     path = key.path()
     found = bulk.head(path)
     payload = None if found is None else bulk.get(path, 0, HEADER_BYTES_MAX)

@@ -31,14 +31,11 @@ _USAGE_EVERY_S: Final = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """The result of one scrape."""
-
     at_s: float
     """Time by the clock that rates use."""
     values: Mapping[str, float]
     """Values by name, with ``_`` for ``:``; empty if the scrape failed."""
     problem: str | None = None
-    """The reason of a failed scrape."""
 
 
 class MetricsSource:
@@ -87,7 +84,6 @@ class MetricsSource:
         return Scrape(self._clock(), {}, without_secrets(said)[:_PROBLEM_CHARS_MAX])
 
     def close(self) -> None:
-        """Close its connections."""
         self._http.close()
 
     def _text(self, began: float) -> str:
@@ -165,8 +161,6 @@ _IS_OPEN: Final = "breaker_open_"
 
 @dataclass(frozen=True, slots=True)
 class TopRow:
-    """One replica or node agent."""
-
     name: str
     state: str
     """``up``, ``down``, ``new`` (scraped once so far), ``restarted``, or not one of this kind."""
@@ -187,8 +181,6 @@ class StoredTotals:
 
 @dataclass(frozen=True, slots=True)
 class TopView:
-    """Everything shown at one moment."""
-
     rows: tuple[TopRow, ...]
     total: Mapping[str, float]
     """Sums over the replicas."""

@@ -69,8 +69,6 @@ _RECENT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """The result of checking one payload."""
-
     verdict: Verdict
     nbytes: int
     detail: str = ""
@@ -249,7 +247,6 @@ class Verify:
         self._judge_all(self._records, records, missing, "they are missing")
 
     def sample(self, keys: Sequence[ChunkKey]) -> Iterator[Unit]:
-        """Check the payloads of these keys."""
         for key in keys:
             yield Unit(partial(self._verify, key), items=1)
 

@@ -54,8 +54,6 @@ class AuditTotals(StoredAudit):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamespaceAudit(StoredAudit):
-    """One namespace."""
-
     namespace: str
     model: str | None
     """None, like the other values of the identity document, if that is unreadable."""
@@ -104,10 +102,8 @@ class CostAudit:
 @dataclass(frozen=True, slots=True)
 class SavingsAudit:
     """The savings by loads, as the replicas that loaded measured them. They outlive the chunks.
-
     Measured are the loads, their duration, and how long the same replica computed a token of a
-    prompt at that time. Assumed is that it would have computed every loaded token at this pace.
-    """
+    prompt at that time. Assumed is that it would have computed every loaded token at this pace."""
 
     first_month: str | None
     """Since when replicas have reported; None, like all sums, if none has."""
@@ -145,14 +141,11 @@ AuditVerdict = Literal["corrupt", "faults", "fine"]
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """The whole report."""
-
     made_s: int
     """When the report was made."""
     begun_s: int
     """When the walk began; every observation is from then or later."""
     version: str
-    """objkv's version."""
     bulk_url: str
     """Without secrets."""
     index_url: str

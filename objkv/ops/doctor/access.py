@@ -83,11 +83,8 @@ def access_of(
     config: Config, role: Role, *, tenant: str | None = None, kms_key_arn: str | None = None
 ) -> Access:
     """Return the rights of ``role`` in the backends of ``config``. With ``tenant``, they cover only
-    the tenant's own folder of the bucket and its own prefix in Redis.
-
-    They contain no secret of ``config``. Raises ``ConfigError`` if a policy cannot express the
-    bucket or prefix.
-    """
+    the tenant's own folder of the bucket and its own prefix in Redis. They contain no secret of
+    ``config``. Raises ``ConfigError`` if a policy cannot express the bucket or prefix."""
     if tenant is not None and not _TENANT.fullmatch(tenant):
         raise ConfigError(
             f"tenant {tenant!r}: use 1 to 48 letters, digits and ._-, with a letter or digit first"
@@ -209,7 +206,6 @@ def acl_rights(role: Role, prefix: str, **where: bool) -> str:
 
 
 def as_text(policy: dict[str, Any]) -> str:
-    """Return ``policy`` as indented JSON."""
     return json.dumps(policy, indent=2)
 
 

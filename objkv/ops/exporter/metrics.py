@@ -93,7 +93,6 @@ class StoreCollector(Collector):
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the families that have values."""
         page, public = _Page(), self._config.public()
         page.add("objkv_info", 1, version("objkv"), public["bulk_url"], public["index_url"])
         page.add("objkv_ttl_seconds", self._config.ttl_s)
@@ -206,7 +205,6 @@ class _Page:
         self._samples.setdefault(name, {}).setdefault(clean, float(value))
 
     def families(self) -> Iterator[Metric]:
-        """Yield the families with the values added."""
         for name, metric in METRICS.items():
             if name not in self._samples:
                 continue

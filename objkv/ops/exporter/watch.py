@@ -165,7 +165,6 @@ class BackendsWatch(_Rounds):
             self.ask(end)
 
     def ask(self, end: End) -> None:
-        """Check one backend once."""
         before = self._asked[end].answer
         was_up = before is None or before.is_up
         begun, begun_s = self._monotonic(), self._clock()
@@ -240,7 +239,6 @@ class Scans(_Rounds):
         self._pool: WorkPool | None = None
 
     def start(self) -> None:
-        """Start the first scan now, in the background."""
         self._begin("objkv-scan", self.scan)
 
     def stop(self) -> None:
@@ -251,7 +249,6 @@ class Scans(_Rounds):
         super().stop()
 
     def scan(self) -> None:
-        """Scan once."""
         try:
             self._scan()
         except ObjkvError as exc:

@@ -136,8 +136,6 @@ def doubted(doubts: Collection[Doubt], scope: WalkScope) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class FindingCount:
-    """The findings of one kind."""
-
     kind: FindingKind
     count: int
     nbytes: int
@@ -193,7 +191,6 @@ class FindingTotals:
 
     @property
     def young_bytes(self) -> int:
-        """Bytes of these orphans."""
         return self.recent_bytes if self.kind == "orphan" else 0
 
 

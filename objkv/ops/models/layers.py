@@ -140,7 +140,6 @@ class _Shapes:
         self._config = config
 
     def layers(self) -> Iterator[CacheLayer]:
-        """Yield the caches of all layers."""
         if self._type == "whisper":
             yield from self._whisper()
         elif self._type == "deepseek_v4":

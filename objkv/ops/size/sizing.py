@@ -39,7 +39,6 @@ class ModelShape:
     kv_dtype: str
     """One of ``KV_DTYPES``."""
     source: str
-    """The source of the numbers."""
 
     def groups(self, block_size: int) -> tuple[GroupIdentity, ...]:
         """Return the KV cache groups that vLLM makes of the layers.
@@ -182,8 +181,6 @@ class ChunkSizing:
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """The resources that the fleet needs."""
-
     model: str
     source: str
     kv_dtype: str
@@ -215,8 +212,6 @@ class Sizing:
 
 @dataclass(frozen=True, slots=True)
 class _Payload:
-    """One payload of a chunk."""
-
     group: GroupIdentity
     raw_bytes: int
     nbytes: int

@@ -94,7 +94,6 @@ class Endpoint:
 
     @property
     def name(self) -> str:
-        """Its URL."""
         return self.report.name
 
     async def check(self) -> None:

@@ -55,11 +55,9 @@ class WarmPrompt:
 
 
 def read_prompts(files: Sequence[str]) -> Iterator[WarmPrompt]:
-    """Yield the prompts in files and standard input (``-``).
-
-    A ``.txt`` file is one prompt; any other file has one per line. Raises ``ConfigError`` with file
-    and line, and immediately for a missing file.
-    """
+    """Yield the prompts in files and standard input (``-``). A ``.txt`` file is one prompt; any
+    other file has one per line. Raises ``ConfigError`` with file and line, and immediately for a
+    missing file."""
     for file in files:
         if file != "-" and not Path(file).is_file():
             raise ConfigError(f"{file}: no such file")

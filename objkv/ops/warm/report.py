@@ -9,8 +9,6 @@ NAMED_MAX = 1000
 
 @dataclass(frozen=True, slots=True)
 class WarmLimits:
-    """Limits of attempts and times."""
-
     attempts_max: int = 4
     """Attempts per prompt, not counting busy answers."""
     busy_max: int = 100
@@ -33,8 +31,6 @@ class Failure:
 
 @dataclass(slots=True)
 class EndpointReport:
-    """The totals of one endpoint."""
-
     name: str
     answered: int = 0
     errors: int = 0
@@ -43,8 +39,6 @@ class EndpointReport:
 
 @dataclass(slots=True)
 class WarmReport:
-    """The report of one run."""
-
     mode: str
     """``endpoints``, ``model`` or ``check``."""
     namespace: str = ""
@@ -82,7 +76,6 @@ class WarmReport:
 
     @property
     def done(self) -> int:
-        """Prompts that are finished."""
         return self.stored_before + self.short + self.warmed + self.failed
 
     def fail(self, name: str, why: str) -> None:
@@ -92,5 +85,4 @@ class WarmReport:
             self.failures.append(Failure(name, why))
 
     def plain(self) -> dict[str, Any]:
-        """Return the JSON document."""
         return {"command": "warm", "complete": self.is_complete, **asdict(self)}

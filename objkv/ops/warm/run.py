@@ -66,12 +66,10 @@ class Task:
 
 
 class TaskQueue:
-    """The prompts to compute, those with the most shared chunks first. For one thread.
-
-    A prompt in progress claims its missing chunks until they are stored; another prompt that needs
-    a claimed chunk waits. So the first prompt with a shared prefix runs alone, and the others load
-    its chunks. Uses about 200 bytes per distinct chunk.
-    """
+    """The prompts to compute, those with the most shared chunks first. For one thread. A prompt in
+    progress claims its missing chunks until they are stored; another prompt that needs a claimed
+    chunk waits. So the first prompt with a shared prefix runs alone, and the others load its
+    chunks. Uses about 200 bytes per distinct chunk."""
 
     def __init__(self, tasks: Sequence[Task]) -> None:
         self._stored: set[bytes] = set()
@@ -129,8 +127,6 @@ class TaskQueue:
 
 @dataclass(frozen=True, slots=True)
 class WarmJob:
-    """What a run works with."""
-
     view: BackendsView
     endpoints: Sequence[Endpoint] = ()
     identity: Identity | None = None
@@ -142,11 +138,9 @@ class WarmJob:
 
 def warm_by(job: WarmJob, prompts: Iterable[WarmPrompt], mode: str) -> WarmReport:
     """Compute the prompts that are not stored; in mode ``check`` only report them, and endpoints,
-    if there are any, tokenize. Closes the endpoints.
-
-    An interrupt, and endpoints or an index that do not answer any more, end it with a report.
-    Raises ``ConfigError``, and ``StoreError`` if it cannot begin.
-    """
+    if there are any, tokenize. Closes the endpoints. An interrupt, and endpoints or an index that
+    do not answer any more, end it with a report. Raises ``ConfigError``, and ``StoreError`` if it
+    cannot begin."""
     assert job.endpoints or (mode == "check" and job.identity is not None)
     every = iter(prompts)
     with ThreadPoolExecutor(_FINDERS, "objkv-warm-find") as finders, _calls() as call:
@@ -275,7 +269,6 @@ class _Run:
             self.report.seconds = monotonic() - started_s
 
     def ended(self) -> WarmReport:
-        """Return the report, after the end."""
         report = self.report
         if self._identity is not None:
             report.namespace = self._identity.namespace()
@@ -318,11 +311,9 @@ class _Run:
         return why
 
     async def _probe(self, tokens: Sequence[int]) -> None:
-        """Set the common identity of all endpoints, and verify that they save to this store.
-
-        Each computes a chunk of ``tokens`` under a random salt, which cannot be stored yet; its
-        namespace is the one in which that appears.
-        """
+        """Set the common identity of all endpoints, and verify that they save to this store. Each
+        computes a chunk of ``tokens`` under a random salt, which cannot be stored yet; its
+        namespace is the one in which that appears."""
         view, wait_s = self.job.view, self.job.limits.save_s
         endpoints = [one for one in self.job.endpoints if one.model]
         try:
