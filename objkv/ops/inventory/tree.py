@@ -112,7 +112,7 @@ _TREE = f"""{_CHAINS} SELECT {_FIELDS} FROM chains c CROSS JOIN temp.branches b 
 CROSS JOIN main.namespaces n ON n.id = b.ns"""  # noqa: S608  # our own columns
 _PREFIXES = f"""{_CHAINS}
 SELECT n.name AS namespace, lower(hex(b.hash)) AS leaf, lower(hex(c.root)) AS root, c.token_start,
-  b.token_end, c.chunks, c.nbytes, ifnull(c.hits, 0) AS hits, c.oldest_s, c.newest_s, c.pinned
+  b.token_end, c.chunks, c.nbytes, c.hits, c.oldest_s, c.newest_s, c.pinned
 FROM chains c CROSS JOIN temp.branches b ON b.id = c.id
 CROSS JOIN main.namespaces n ON n.id = b.ns WHERE b.branches = 0
 """  # noqa: S608  # our own columns
@@ -170,8 +170,8 @@ class PrefixSummary:
     chunks: int
     nbytes: int
     """Bytes of the whole chain; shared chunks are counted in each chain."""
-    hits: int
-    """Hits of the most used chunk."""
+    hits: int | None
+    """Hits of the most used chunk; None if the index counts none."""
     oldest_s: int
     newest_s: int
     pinned: bool

@@ -172,7 +172,7 @@ class Walk:
         records = self.view.index.scan(name)
         while batch := list(islice(records, CHUNKS_AT_ONCE)):
             check(sum(len(record.shards) for record in batch))
-            self.inventory.add_records(name, batch, has_hits=True)
+            self.inventory.add_records(name, batch, has_hits=not self.view.is_own_index)
 
     def _fan(self, name: str, fan: str, headers: bool, counters: Counters, check: Check) -> None:
         """List a folder of a namespace, which has about 1/256 of its payloads, by hash."""
