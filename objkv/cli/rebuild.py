@@ -37,7 +37,10 @@ def rebuild(
     """
     if session.config.index_url.startswith("bulk:"):
         session.has_bulk()
-        return _nothing_to_do(session)
+        document = {"command": "rebuild", "ending": "complete", "complete": True, "own_index": True}
+        if not session.out.document(document):
+            session.out.line("the bulk folder is its own index; no rebuild is needed")
+        return FINE
     with upkeep(session, "rebuild", writes=apply, namespace=namespace) as run:
         found: Mapping[str, StoredNamespace] = {}
         with run.interruptible():
@@ -59,20 +62,11 @@ def rebuild(
         return run.code(FOUND if is_left or counts["corrupt"] else FINE)
 
 
-def _nothing_to_do(session: Session) -> int:
-    if session.out.machine:
-        document = {"command": "rebuild", "ending": "complete", "complete": True, "own_index": True}
-        session.out.document(document)
-    else:
-        session.out.line("the bulk folder is its own index; no rebuild is needed")
-    return FINE
-
-
 def _show(run: Upkeep, found: Mapping[str, StoredNamespace], *, apply: bool) -> None:
     counters, out = run.counters, run.session.out
     numbers = {kind: counters.counts[kind] for kind in _MEANS}
     if out.machine:
-        document = run.report(
+        run.report(
             "rebuild",
             applied=apply,
             own_index=False,
@@ -81,7 +75,6 @@ def _show(run: Upkeep, found: Mapping[str, StoredNamespace], *, apply: bool) -> 
             **numbers,
             pins=counters.counts["pins"],
         )
-        out.document(document)
         return
     rows = [
         (kind, numbers[kind], size(counters.nbytes[kind]), _MEANS[kind])

@@ -95,22 +95,20 @@ def _sweep(
 def _show(run: Upkeep, apply: bool, doubts: Collection[Doubt], *, unidentified: bool) -> None:
     counters, out = run.counters, run.session.out
     counts, nbytes = counters.counts, counters.nbytes
-    beside = {
-        name: counts[name]
-        for name in ("young", "pinned", "doubted", "busy", "changed", "documents")
-    }
+    names = ("young", "pinned", "doubted", "busy", "changed", "documents")
+    beside = {name: counts[name] for name in names}
     if out.machine:
-        categories = {one: {"payloads": counts[one], "nbytes": nbytes[one]} for one in CATEGORIES}
-        document = run.report(
+        run.report(
             "sweep",
             applied=apply,
-            categories=categories,
+            categories={
+                one: {"payloads": counts[one], "nbytes": nbytes[one]} for one in CATEGORIES
+            },
             removed=counts["removed"],
             removed_bytes=nbytes["removed"],
             kept=beside,
-            doubts=list(doubts),
+            doubts=doubts,
         )
-        out.document(document)
         return
     rows = [(one, counts[one], size(nbytes[one]), _MEANS[one]) for one in CATEGORIES if counts[one]]
     if rows:

@@ -92,17 +92,12 @@ class Upkeep:
     def counters(self) -> Counters:
         return self.pool.counters
 
-    def report(self, command: str, **more: Any) -> dict[str, Any]:
-        """Return the JSON document: the common keys, with ``more`` before the findings."""
-        counters = self.counters
-        return {
-            "command": command,
-            "ending": self.pool.ending,
-            "complete": self.pool.ending == "complete",
-            **more,
-            "findings": counters.findings,
-            "omitted": counters.omitted,
-        }
+    def report(self, command: str, **more: Any) -> None:
+        """Print the JSON document: the common keys, with ``more`` before the findings."""
+        ending, counters = self.pool.ending, self.counters
+        head = {"command": command, "ending": ending, "complete": ending == "complete"}
+        found = {"findings": counters.findings, "omitted": counters.omitted}
+        self.session.out.document({**head, **more, **found})
 
     def report_nothing(self) -> None:
         url = self.session.config.public()["bulk_url"]

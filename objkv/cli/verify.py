@@ -185,7 +185,7 @@ def _show(run: Upkeep, shown: _Shown, *, every: bool) -> None:
     checked = sum(counts[kind] for kind in ("ok", *_WRONG))
     nbytes = sum(counters.nbytes[kind] for kind in ("ok", *_WRONG))
     if out.machine:
-        document = run.report(
+        run.report(
             "verify",
             every=every,
             **plain(shown),
@@ -194,7 +194,6 @@ def _show(run: Upkeep, shown: _Shown, *, every: bool) -> None:
             missing_seen=not is_listed(without_retries(run.view.index)),
             **{kind: counts[kind] for kind in ("ok", *_WRONG, *_UNRECORDED, "changed", *_DONE)},
         )
-        out.document(document)
         return
     wrong = sum(counts[kind] for kind in _WRONG)
     number = counted(checked, "payload")
