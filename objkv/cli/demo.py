@@ -37,7 +37,6 @@ _COLUMNS = (
 
 
 def report_document(report: DemoReport) -> dict[str, Any]:
-    """The whole report with its conclusions, as JSON values."""
     document: dict[str, Any] = plain(report)
     for row, shown in zip(report.rows, document["rows"], strict=True):
         shown["speed_up"] = row.speed_up
@@ -172,7 +171,6 @@ def _serve() -> str:
 
 
 def count_stored(place: DemoFolder) -> DemoStore:
-    """Return the totals of the replicas' store."""
     with open_backends(load_config(environ=place.settings), NullRecorder()) as backends:
         names = backends.index.namespaces()
         records = {one.prefix_hash: one for name in names for one in backends.index.scan(name)}

@@ -14,7 +14,6 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
@@ -102,17 +101,10 @@ class Printer:
     def steps(self, what: str) -> Iterator[Callable[[int, int | None], None]]:
         """Yield a function that takes the number of entries done and of all, None if the latter is
         unknown. Shown on a terminal only."""
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
-        disable = not self._progress.is_terminal
-        with Progress(
-            *columns, console=self._progress, transient=True, disable=disable
-        ) as progress:
+        console, numbers = self._progress, (MofNCompleteColumn(), TimeElapsedColumn())
+        columns = ("{task.description}", BarColumn(), *numbers, TimeRemainingColumn())
+        disable = not console.is_terminal
+        with Progress(*columns, console=console, transient=True, disable=disable) as progress:
             task = progress.add_task(what, total=None)
             yield lambda done, total: progress.update(
                 task, completed=done, total=None if total is None else max(done, total)

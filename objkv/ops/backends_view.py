@@ -173,13 +173,10 @@ class StoredNamespace:
     kv_dtype: str | None = None
     chunk_tokens: int | None = None
     problem: str | None = None
-    """What is wrong with the document, in a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredPayload:
-    """A payload and the record of its chunk."""
-
     key: ChunkKey
     entry: Entry | None
     """None if only the index has it."""

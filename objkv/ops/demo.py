@@ -59,17 +59,14 @@ class DemoFolder:
 
     @property
     def logs(self) -> Path:
-        """The logs of the last demo."""
         return self.root / "logs"
 
     @property
     def store(self) -> Path:
-        """Chunks and index of the last demo."""
         return self.root / "store"
 
     @property
     def settings(self) -> dict[str, str]:
-        """Environment variables that select ``store``."""
         return {
             "OBJKV_BULK_URL": f"file://{self.store / 'chunks'}",
             "OBJKV_INDEX_URL": f"sqlite://{self.store / 'index.sqlite'}",
@@ -136,7 +133,6 @@ class DemoStore:
     tokens: int
     nbytes: int
     settings: Mapping[str, str]
-    """Environment variables that select the store."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,6 @@ class Explanation:
     cause: Cause
     sentence: str
     evidence: list[str] = field(default_factory=list)
-    """Observations, one sentence each."""
     advice: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     """Questions that cannot be answered from the stored data."""

@@ -27,7 +27,6 @@ _FACTS_S, _REPLICA_S = 120.0, 420.0
 
 
 def prompt_of(length: int, question: int, *, forget: bool = True) -> ReplicaPrompt:
-    """Return a question about the document of this length."""
     return ReplicaPrompt(
         name=f"{length}, question {question}",
         texts=((f"document of {length}", length), (f"question {question}", _QUESTION_TOKENS)),
@@ -36,7 +35,6 @@ def prompt_of(length: int, question: int, *, forget: bool = True) -> ReplicaProm
 
 
 def prompts_of(role: Replica, lengths: Sequence[int], repeats: int) -> Iterator[ReplicaPrompt]:
-    """Yield what a replica answers about documents of these lengths."""
     first = QUESTIONS[0]
     for length in lengths:
         if role == "R":

@@ -50,7 +50,6 @@ class NamespaceSummary:
     """Seconds since the epoch; None without payloads."""
     newest_s: int | None = None
     problem: str | None = None
-    """The problem with the identity document, if any."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,6 @@ class PayloadReport:
     key: str
     verdict: Verdict
     problem: str | None
-    """The first problem found, if any."""
     nbytes: int | None
     group: int
     shard: str

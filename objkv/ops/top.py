@@ -172,8 +172,6 @@ class TopRow:
 
 @dataclass(frozen=True, slots=True)
 class StoredTotals:
-    """What is stored, according to the index."""
-
     nbytes: int
     payloads: int
     namespaces: int

@@ -37,9 +37,7 @@ class StoredAudit:
     unused_bytes: int | None
     """Payload bytes of chunks that have a record but no hit."""
     oldest_s: int | None
-    """When the oldest payload was written."""
     newest_s: int | None
-    """When the newest payload was written."""
     last_used_s: int | None
     """When a chunk was last hit."""
 
@@ -64,7 +62,6 @@ class NamespaceAudit(StoredAudit):
     is_known: bool
     """Whether its identity document is valid; otherwise its payloads are unidentified."""
     problem: str | None
-    """What is wrong with the identity document."""
     findings: Mapping[str, int]
     """How many it has of each kind that it has at all."""
     faults: int
@@ -142,7 +139,6 @@ AuditVerdict = Literal["corrupt", "faults", "fine"]
 @dataclass(frozen=True, slots=True)
 class AuditReport:
     made_s: int
-    """When the report was made."""
     begun_s: int
     """When the walk began; every observation is from then or later."""
     version: str

@@ -83,9 +83,7 @@ class Openers:
     describe_index: Callable[[], ServerFacts | None]
     """Returns None if the index is not a server."""
     seal: Callable[[], Seal | None] = lambda: None
-    """Returns the seal of payloads, or None without one."""
     read_rules: ReadRules = lambda: None
-    """See ``objkv.ops.doctor.servers``."""
 
 
 def examine(resolved: Resolved, openers: Openers) -> DoctorReport:

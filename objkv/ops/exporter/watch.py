@@ -55,16 +55,12 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class StoredUsage:
-    """The totals of all namespaces from the index."""
-
     usage: tuple[Usage, ...]
     read_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """A complete scan."""
-
     namespaces: Sequence[NamespaceSummary]
     findings: NamespaceFindings
     ended_s: float

@@ -142,7 +142,6 @@ class FindingCount:
     young: int
     """Orphans written since ``sweep_grace_s`` before the walk: their records may yet come."""
     remedy: str
-    """The command that fixes it, in a sentence."""
 
     @property
     def faults(self) -> int:

@@ -131,7 +131,6 @@ class Branch:
     hash: str
     """Prefix hash of its last chunk, at which it forks or ends: its name, as for ``pin``."""
     first: str
-    """Prefix hash of its first chunk."""
     token_start: int
     """Above 0 without a parent, the first chunks are gone, and no reader can use it."""
     token_end: int
@@ -152,7 +151,6 @@ class Branch:
     tree_bytes: int
     tree_hits: int | None
     last_used_s: int | None
-    """When one of them was last hit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +159,6 @@ class PrefixSummary:
 
     namespace: str
     leaf: str
-    """Prefix hash of the last chunk."""
     root: str
     """Prefix hash of the first chunk; chains with the same root share their first chunks."""
     token_start: int

@@ -123,7 +123,6 @@ class Walk:
     """Parts that could not be read, in sentences."""
 
     def records(self) -> Iterator[Unit]:
-        """Yield units that read the records of the index."""
         for name in self.scope.indexed:
             yield Unit(partial(self._records, name), items=self.scope.totals.get(name, 0))
 
@@ -141,7 +140,6 @@ class Walk:
         yield Unit(self._leftovers)
 
     def pins(self) -> Iterator[Unit]:
-        """Yield units that read which chunks are pinned."""
         for name in self.scope.namespaces:
             yield Unit(partial(self._pins, name))
 

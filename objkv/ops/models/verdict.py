@@ -59,9 +59,7 @@ class ModelVerdict:
     """At least: a chunk is a whole number of blocks, whose size vLLM sets."""
     chunk_bytes: int | None
     shared_with: str
-    """Which replicas share the KV."""
     note: str | None
-    """What to know of its dtype."""
 
 
 def judge(

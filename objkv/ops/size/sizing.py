@@ -31,8 +31,6 @@ _EVEN = 1.5
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The dimensions of a model's KV cache."""
-
     name: str
     layers: tuple[CacheLayer, ...]
     """In forward order; each ``divisible``."""
@@ -81,8 +79,6 @@ def read_model(folder: Path, kv_dtype: str | None = None) -> ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """One published model."""
-
     layers: int
     kv_heads: int
     """1 for MLA."""
@@ -169,12 +165,10 @@ class ChunkSizing:
     groups: int
     payloads: int
     raw_bytes: int
-    """Bytes of its pages."""
     nbytes: int
     """Stored bytes, without the headers, which have a few KiB."""
     largest_payload_bytes: int
     token_bytes: float
-    """Stored bytes of one token."""
     record_bytes: int
     """Bytes of its record in Redis."""
 

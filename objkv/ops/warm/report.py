@@ -23,8 +23,6 @@ class WarmLimits:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A prompt that is not stored."""
-
     name: str
     why: str
 
@@ -46,11 +44,9 @@ class WarmReport:
     ending: Ending = "complete"
     prompts: int = 0
     stored_before: int = 0
-    """Prompts already stored completely."""
     short: int = 0
     """Prompts shorter than one chunk, which cannot be stored."""
     warmed: int = 0
-    """Prompts stored now but not before."""
     failed: int = 0
     left: int = 0
     """Prompts not processed because of an early end."""
@@ -67,7 +63,6 @@ class WarmReport:
     failures: list[Failure] = field(default_factory=list)
     """The first thousand failures."""
     why: str = ""
-    """The reason of an early end."""
 
     @property
     def is_complete(self) -> bool:

@@ -51,8 +51,6 @@ _LOOK_PAUSE_S = 0.1
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """A prompt that is not stored."""
-
     name: str
     tokens: "array[int]"
     salt: str | None
