@@ -23,8 +23,7 @@ _WITHIN_S = 60.0
 
 
 class LogLimit(logging.Filter):
-    """Drops lines that the same place in the code logged too often lately, since others may cause
-    them at will."""
+    """Drops lines that one place in the code logs too often: others may cause them at will."""
 
     def __init__(self) -> None:
         super().__init__()

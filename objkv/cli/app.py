@@ -107,8 +107,7 @@ class Commands(TyperGroup):
                 )
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
-        """Read the options of ``objkv`` itself; not while a word is completed, because that would
-        import pydantic."""
+        """Read ``objkv``'s own options; not to complete a word: that would import pydantic."""
         if not ctx.resilient_parsing:
             return super().parse_args(ctx, args)
         ctx._opt_prefixes.update(("-", "--"))
@@ -170,8 +169,7 @@ def root(
 
 
 def all_commands() -> Iterator[tuple[str, Any]]:
-    """Yield ``objkv`` and each command, as (``objkv ls``, Click command). Imports every module of
-    the command line."""
+    """Yield ``objkv`` and each command, by name. Imports every module of the command line."""
     group = get_group(app)
     assert isinstance(group, Commands)
     yield "objkv", group

@@ -69,8 +69,7 @@ class EndSignal:
 
 @contextmanager
 def end_signals() -> Iterator[EndSignal]:
-    """What SIGTERM (Kubernetes, systemd) and Ctrl-C set. A process that ignores SIGINT keeps
-    ignoring it."""
+    """What SIGTERM (Kubernetes, systemd) and Ctrl-C set, but for a process that ignores SIGINT."""
     fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
     numbers = [signal.SIGTERM]
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:

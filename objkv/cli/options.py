@@ -90,8 +90,7 @@ def time_option(
 
 
 def socket_option(text: str, *names: str) -> Any:
-    """Return an option that takes the path of a socket, also in the form of the setting ``agent``,
-    ``unix:///path``."""
+    """Return an option for the path of a socket, also as in the setting ``agent``."""
     return typer.Option(
         *names, help=text, metavar="PATH", parser=lambda path: Path(path.removeprefix("unix://"))
     )

@@ -112,8 +112,7 @@ class Printer:
 
     @contextmanager
     def stages(self) -> Iterator[Callable[[str, str], None]]:
-        """Yield a function that takes who begins which stage. Shown in place on a terminal,
-        otherwise as a line for each."""
+        """Yield a function that takes who begins which stage; shown in place on a terminal."""
         with self._progress.status("") as status:
 
             def report_stage(name: str, stage: str) -> None:

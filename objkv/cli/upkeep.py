@@ -118,8 +118,7 @@ class Upkeep:
 def upkeep(
     session: Session, command: str, *, writes: bool, namespace: str | None
 ) -> Iterator[Upkeep]:
-    """Open store and index for ``command``. Raises ``ConfigError`` for a missing folder, a
-    role that may not write, or a namespace that does not exist."""
+    """Open store and index. Raises ``ConfigError``, also if the role may not write."""
     config = session.config
     if writes:
         name = f"{command} --quarantine" if command == "verify" else command

@@ -125,8 +125,7 @@ class BackendsView:
     """Name of this process in leases."""
     lease_ms: int = LEASE_MS
     seal_of: Callable[["StoredNamespace"], Seal | None] = lambda namespace: None
-    """Returns the seal of a namespace's payloads. Raises ``ConfigError`` if its keys are not
-    configured."""
+    """The seal of a namespace's payloads. Raises ``ConfigError`` without its keys."""
     admin: PruneIndex | None = None
     """The index for pins and totals; None for the read-only role."""
 
@@ -329,8 +328,7 @@ def read_identities(bulk: ReadStore, names: Iterable[str]) -> Iterator[tuple[str
 
 
 def identity_document(bulk: ReadStore, namespace: str) -> bytes | None:
-    """Return the bytes of the namespace's identity document; None if it is missing. Raises
-    ``PayloadError`` if it is too long."""
+    """Return its identity document; None without one. Raises ``PayloadError`` if it is too long."""
     path = identity_path(namespace)
     document = bulk.get(path, 0, DOCUMENT_BYTES_MAX + 1)
     if document is not None and len(document) > DOCUMENT_BYTES_MAX:

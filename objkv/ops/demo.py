@@ -78,8 +78,7 @@ class DemoFolder:
 
     @contextmanager
     def prepared(self, prompts: Sequence[ReplicaPrompt]) -> Iterator[None]:
-        """Empty the folder except for the models, and lock it against other demos. Raises
-        ``ConfigError`` if another demo holds the lock."""
+        """Empty the folder except for models, and lock it. Raises ``ConfigError`` for a second demo."""
         make_private(self.root)
         with (self.root / "lock").open("w") as lock:
             try:

@@ -74,8 +74,7 @@ class Explanation:
     chunk: int | None = None
     """Number of the chunk that ended the match, from 0; None if no chunk did."""
     served_tokens: int = 0
-    """Tokens that a replica of this node would load, as far as is known: neither admission nor a
-    late lookup is foreseen."""
+    """What a replica of this node would load, without admission and late lookups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +144,7 @@ def switched_off(question: Question) -> Explanation | None:
 
 
 def found_chunks(report: MatchReport, agent: "Matched | None") -> int:
-    """Return how many leading chunks a replica finds: those in the index, and those that its node's
-    agent holds back."""
+    """Return how many leading chunks a replica finds: in the index, or held back by its agent."""
     usable = report.usable_tokens // report.chunk_tokens
     # An agent that finds more than the index either has a chunk of which no store has anything, or
     # counts one of which only a part is stored.

@@ -109,8 +109,7 @@ class GpuCheck:
         return GpuFacts(**json.loads(lines[-1]))
 
     def cases(self, found: list[GpuCase]) -> None:
-        """Run the replicas, and add their comparisons to ``found``. Raises ``ProgramFailed`` if a
-        replica fails."""
+        """Run the replicas, and add their comparisons to ``found``. Raises ``ProgramFailed``."""
         computed, _ = self._live("R")
         saved, _ = self._live("A")
         found += compare_saving(self.lengths, computed, saved)

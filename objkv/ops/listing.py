@@ -40,8 +40,7 @@ class NamespaceSummary:
     payloads: int
     nbytes: int
     counted_s: int
-    """When the totals were last counted exactly, in seconds since the epoch; 0 if never. Since then
-    the index has kept them up to date."""
+    """When the totals were last counted exactly, in seconds since the epoch; 0 if never."""
     chunks: int | None = None
     """None, as the next three, unless the bucket was counted (``--bulk``)."""
     tokens: int | None = None
@@ -66,8 +65,7 @@ class TenantTotals:
 
 
 def list_namespaces(bulk: ReadStore, index: ReadIndex) -> list[NamespaceSummary]:
-    """Return all namespaces of which the index has totals, described by their identity documents.
-    Reads no records."""
+    """Return the namespaces of which the index has totals. Reads no records."""
     return [
         _summary(read_namespace(bulk, one.namespace), one.payloads, one.nbytes, one.counted_s)
         for one in index.usage()

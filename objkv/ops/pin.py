@@ -52,8 +52,7 @@ class PinList:
 
 
 def chain_of(index: ReadIndex, namespace: str, leaf: bytes) -> list[Record]:
-    """Return the records from the first chunk of a prompt to ``leaf``, with one lookup for each.
-    Raises ``NotStored`` if one of them is missing."""
+    """Return the records from a first chunk to ``leaf``. Raises ``NotStored`` without one."""
     chain: list[Record] = []
     wanted, end = leaf, None
     while True:
@@ -122,8 +121,7 @@ class Pinner:
         return _pinned(pin, 0, missing)
 
     def _update(self, pin: Pin, without: str) -> int:
-        """Set the end of each chunk's pin in the index, by all documents except ``without``.
-        Returns the number of chunks without a record."""
+        """Set the end of each chunk's pin; return how many are gone. ``without``: see ``_until``."""
         until = self._until(pin, without)
         for _ in range(_UPDATES_MAX):
             known = [

@@ -114,8 +114,7 @@ class Program:
         return ProgramFailed(f"{self.name} {what}", self.log_file)
 
     def end(self, *, bound_s: float) -> None:
-        """Ask the program to end, and wait until it has. Raises ``ProgramFailed``, also after
-        ``bound_s``."""
+        """Ask it to end, and wait for it. Raises ``ProgramFailed``, also after ``bound_s``."""
         self._process.terminate()
         try:
             status = self._process.wait(bound_s)

@@ -64,8 +64,7 @@ class Counters:
 
 Ending = Literal["complete", "interrupted"]
 OnProgress = Callable[[int, int | None], None]
-"""Called with the number of items that were begun, and the expected number of all, None if it is
-unknown."""
+"""Called with how many items were begun, and how many there are; None if unknown."""
 _PROGRESS_S = 0.5
 """Time between two reports of progress."""
 
@@ -105,8 +104,7 @@ class WorkPool:
     def run(
         self, units: Iterable[Unit], on_progress: OnProgress = lambda done, total: None
     ) -> None:
-        """Run the units; none if an earlier batch was halted. Raises the first error of a unit,
-        after all running units have ended."""
+        """Run the units, unless a batch was halted. Raises the first error after all ended."""
         every = list(units)
         if self.ending != "complete":
             return

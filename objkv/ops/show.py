@@ -112,8 +112,7 @@ def promised_payloads(index: ReadIndex, namespace: str, prefix_hash: bytes) -> l
 
 
 def inspect_payload(bulk: ReadStore, key: ChunkKey, seal: Seal | None = None) -> PayloadReport:
-    """Get the payload and verify its header, its claim and every frame, and its seal if given.
-    Reads no more bytes than the header states."""
+    """Verify its header, claim, frames, and its seal if given. Reads what the header states."""
     path = key.path()
     found = bulk.head(path)
     payload = None if found is None else bulk.get(path, 0, HEADER_BYTES_MAX)

@@ -101,8 +101,7 @@ class MetricsSource:
 
 
 def values_of(text: str) -> dict[str, float]:
-    """Return finite values summed over labels. Raises ValueError for text that is not in Prometheus
-    format."""
+    """Return finite values summed over labels. Raises ValueError for other text."""
     values: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -191,8 +190,7 @@ class TopView:
 
 
 def hit_rate(values: Mapping[str, float]) -> float | None:
-    """Return the share of the tokens that replicas did not have themselves, and objkv served; None
-    without such tokens."""
+    """Return the share that objkv served of the tokens that replicas lacked; None without such."""
     asked = values["tokens"] - values["local_tokens"]
     return (values["hot_tokens"] + values["bulk_tokens"]) / asked if asked > 0 else None
 

@@ -81,8 +81,7 @@ class Checked:
 
 
 class Budget:
-    """A limit on the bytes that all threads together hold in memory. A request above the limit
-    waits until it is the only one."""
+    """A limit on the bytes that all threads hold. A larger request waits until it is alone."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
@@ -120,8 +119,7 @@ class Checker:
         self._sleep = sleep
 
     def check(self, key: ChunkKey, seal: Seal | None) -> tuple[Checked, Record | None]:
-        """Check the payload of ``key``. Return the result and its record. A bad payload is checked
-        once more, because a writer may be at work."""
+        """Return the result and the record. Checks a bad payload twice: a writer may be at work."""
         checked, record = self.look(key, seal)
         if checked.verdict in ("ok", "changed"):
             return checked, record
@@ -267,8 +265,7 @@ class Verify:
                 counters.count(done, finding.nbytes)
 
     def other_keys(self, found: Counters) -> str | None:
-        """Return why nothing may be quarantined if most payloads of a namespace are
-        sealed with other keys."""
+        """Return why nothing may be quarantined if other keys sealed most of a namespace."""
         for name in self._namespaces:
             seen, other = found.counts[f"seen {name}"], found.counts[f"other keys {name}"]
             if 2 * other > seen:

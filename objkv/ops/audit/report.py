@@ -87,8 +87,7 @@ JSON_FORMAT: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class CostAudit:
-    """Monthly cost of storing what is stored now, in US dollars. Requests are not included:
-    ``objkv size`` estimates them."""
+    """Monthly cost of storing what is stored now, in US dollars, without requests."""
 
     prices: Prices
     month: float

@@ -117,8 +117,7 @@ def _check_store(store: StoreStatus) -> Check:
 
 
 def _check_puts(status: AgentStatus, store: StoreStatus) -> list[Check]:
-    """Whether the agent has put something: nothing is put only for a check, because a writer may
-    not delete it."""
+    """Whether the agent has put something. Nothing is put for a check: no writer may delete it."""
     if store.area != "bulk" or store.error is not None or status.role != "writer":
         return []
     if worked := max(0, store.writes - store.write_errors):

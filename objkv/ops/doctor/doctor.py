@@ -63,8 +63,7 @@ class DoctorReport:
     verdict: Verdict
     """The worst of all checks: unreachable, denied, full, failed, warnings, ok."""
     summary: str
-    """The verdict in a line, with the numbers of failed checks, warnings and what was not
-    checked."""
+    """The verdict in a line, with the numbers of what failed or was not checked."""
     objkv: str
     python: str
     settings: tuple[SettingReport, ...]
@@ -73,8 +72,7 @@ class DoctorReport:
 
 @dataclass(frozen=True, slots=True)
 class Openers:
-    """Functions that open store and index. Each raises ``ObjkvError``. Doctor owns and closes the
-    backends that they return."""
+    """Functions that open store and index, for doctor to close. Each raises ``ObjkvError``."""
 
     bulk: Callable[[], PruneStore]
     hot: Callable[[], HotStore | None]
@@ -200,8 +198,7 @@ def _examine_contents(bulk: ReadStore, openers: Openers, ttl_s: int) -> list[Che
 
 
 def _examine_match(openers: Openers, quota_bytes: int) -> list[Check]:
-    """A warning for each tenant whose quota stops saves, or if either side has nothing of what the
-    other has."""
+    """A warning for a quota that stops saves, or if one side lacks all of the other."""
     try:
         with closing(openers.bulk()) as bulk, closing(openers.index()) as index:
             usage = [one for one in index.usage() if one.payloads > 0]

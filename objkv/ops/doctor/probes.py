@@ -50,8 +50,7 @@ class Check:
     status: Status
     detail: str = ""
     fix: str = ""
-    """The suggested fix, or how to check what was not checked. Empty if there is nothing to do, or
-    if ``detail`` says it."""
+    """The suggested fix, or how to check what was not checked. Empty if ``detail`` says it."""
 
 
 @dataclass(frozen=True, slots=True)

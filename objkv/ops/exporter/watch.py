@@ -121,9 +121,7 @@ class BackendsWatch(_Rounds):
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``documents``: the store that holds identity documents. ``usage``: None if reading totals
-        would list the whole store. Each call raises ``ObjkvError``. ``late_s``: a backend whose
-        check takes longer is reported as down."""
+        """``grace_s``: younger payloads are no orphans, as writers publish the record last."""
         super().__init__(every_s)
         self._checks, self._documents = checks, documents
         self._usage, self._facts = usage, facts
@@ -155,8 +153,7 @@ class BackendsWatch(_Rounds):
         return found
 
     def ask_all(self) -> None:
-        """Check every backend once, the bulk store last: its documents name the owners of the
-        namespaces found so far."""
+        """Check every backend once; last the bulk store, which has the owners of namespaces."""
         for end in sorted(self._checks, key=lambda end: end == "bulk"):
             self.ask(end)
 

@@ -176,8 +176,7 @@ class PrefixSummary:
 
 
 def make_tree(inventory: Inventory, of: Literal["nbytes", "recorded"]) -> None:
-    """Make the temporary tables ``chunks`` and ``branches``: of the payloads in the bucket
-    (``nbytes``), or of the records (``recorded``)."""
+    """Make the tables ``chunks`` and ``branches`` of payloads (``nbytes``), or of records."""
     for step in (
         _CHUNKS,
         _FILL.format(of=of),

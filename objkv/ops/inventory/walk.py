@@ -86,8 +86,7 @@ def find_scope(view: BackendsView, only: str | None = None) -> WalkScope:
 
 
 def old_epochs(namespaces: Iterable[StoredNamespace]) -> frozenset[str]:
-    """Return the namespaces whose document differs from another one only by a lower epoch, or names
-    a format that is not read any more."""
+    """Return the namespaces of an earlier format, or that differ from another by a lower epoch."""
     alike: defaultdict[bytes, list[StoredNamespace]] = defaultdict(list)
     for namespace in namespaces:
         if namespace.is_known:
@@ -127,8 +126,7 @@ class Walk:
             yield Unit(partial(self._records, name), items=self.scope.totals.get(name, 0))
 
     def payloads(self, *, headers: bool = False) -> Iterator[Unit]:
-        """Yield units that list the payloads of the bulk store. ``headers``: of a store that is its
-        own index, they describe the chunks."""
+        """Yield units that list payloads. ``headers`` describe chunks that have no records."""
         for name in self.scope.namespaces:
             fans = [fan for fan in self.view.bulk.folders(name) if is_fan(fan)]
             for fan in fans:

@@ -42,8 +42,7 @@ class SweepLimits:
 
 
 class Remover:
-    """Counts each item as found and removes it if the limits allow. Safe from many threads, each
-    with its own ``Counters``."""
+    """Counts each item and removes it if it may. For many threads, each with its ``Counters``."""
 
     def __init__(
         self,

@@ -277,8 +277,7 @@ class _Run:
         return report
 
     async def _tokens(self, prompt: WarmPrompt) -> "array[int] | str":
-        """Return the prompt's token ids, from the first endpoint that answers, or why it has none.
-        Raises ``ConfigError`` for a prompt of another model."""
+        """Return its token ids, or why it has none. Raises ``ConfigError`` for another model."""
         endpoints = [endpoint for endpoint in self.job.endpoints if endpoint.model]
         served = {endpoint.model for endpoint in endpoints}
         if (identity := self.job.identity) is not None:
@@ -343,8 +342,7 @@ class _Run:
         return await asyncio.get_running_loop().run_in_executor(self._finders, what)
 
     async def _free_endpoint(self) -> Endpoint:
-        """Wait for an endpoint that may compute one more prompt. Raises ``StoreUnavailable`` once
-        none has answered for the time allowed."""
+        """Wait for an endpoint that may compute a prompt. Raises ``StoreUnavailable``."""
         endpoints = self.job.endpoints
         while True:
             now_s = monotonic()
