@@ -56,7 +56,7 @@ GROUPS: Final = {
         "bench": ("bench:bench", "Measure your stores, index and node agent from this machine."),
         "demo": ("demo:demo", "Show one replica reusing KV that another one computed."),
         "gpu-check": (
-            "gpu_check:gpu_check",
+            "demo:gpu_check",
             "Check on this machine's GPU that replicas share KV and give the same answers.",
         ),
     },

@@ -78,7 +78,7 @@ class DemoFolder:
 
     @contextmanager
     def prepared(self, prompts: Sequence[ReplicaPrompt]) -> Iterator[None]:
-        """Empty the folder except for models, and lock it. Raises ``ConfigError`` for a second demo."""
+        """Empty the folder except for models, and lock it. Raises ``ConfigError`` for another."""
         make_private(self.root)
         with (self.root / "lock").open("w") as lock:
             try:

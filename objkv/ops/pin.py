@@ -121,7 +121,7 @@ class Pinner:
         return _pinned(pin, 0, missing)
 
     def _update(self, pin: Pin, without: str) -> int:
-        """Set the end of each chunk's pin; return how many are gone. ``without``: see ``_until``."""
+        """Set the end of each chunk's pin; return how many are gone. ``without``: as ``_until``."""
         until = self._until(pin, without)
         for _ in range(_UPDATES_MAX):
             known = [

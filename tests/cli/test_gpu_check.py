@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from objkv.cli import gpu_check as module
+from objkv.cli import demo as module
 from objkv.ops.gpu_check import (
     Answers,
     GpuCheck,
