@@ -14,8 +14,7 @@ from objkv.ops.doctor.access import PASSWORD, Access, access_of, as_text
 def access(
     session: Session,
     role: Annotated[
-        Role,
-        typer.Option(help="Role that gets the rights. Replicas are readers or writers."),
+        Role, typer.Option(help="Role that gets the rights. Replicas are readers or writers.")
     ],
     tenant: Annotated[
         str | None,

@@ -48,16 +48,13 @@ class LogLimit(logging.Filter):
 def agent(
     session: Session,
     path: Annotated[
-        Path | None,
-        socket_option("Socket to serve. Default: that of OBJKV_AGENT.", "--socket"),
+        Path | None, socket_option("Socket to serve. Default: that of OBJKV_AGENT.", "--socket")
     ] = None,
     idle_exit: Annotated[
-        float | None,
-        time_option("Exit after this time without clients", "--idle-exit", least=1),
+        float | None, time_option("Exit after this time without clients", "--idle-exit", least=1)
     ] = None,
     replace: Annotated[
-        bool,
-        typer.Option("--replace", help="Replace the agent that serves the socket."),
+        bool, typer.Option("--replace", help="Replace the agent that serves the socket.")
     ] = False,
 ) -> int:
     """Run the node agent, which loads and saves for all replicas of a machine.

@@ -49,10 +49,7 @@ GROUPS: Final = {
         "prefetch": ("prefetch:prefetch", "Fetch a stored prompt into this node's memory."),
     },
     "Check": {
-        "doctor": (
-            "doctor:doctor",
-            "Check settings, agent, stores and index, and suggest fixes.",
-        ),
+        "doctor": ("doctor:doctor", "Check settings, agent, stores and index, and suggest fixes."),
         "bench": ("bench:bench", "Measure your stores, index and node agent from this machine."),
         "demo": ("demo:demo", "Show one replica reusing KV that another one computed."),
         "gpu-check": (

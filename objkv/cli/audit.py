@@ -18,12 +18,7 @@ from objkv.cli.upkeep import upkeep
 from objkv.config.prices import audit_prices
 from objkv.errors import ConfigError
 from objkv.ops.audit.audit import audit_stages, make_report
-from objkv.ops.audit.report import (
-    JSON_FORMAT,
-    AuditReport,
-    SavingsAudit,
-    verdict,
-)
+from objkv.ops.audit.report import JSON_FORMAT, AuditReport, SavingsAudit, verdict
 from objkv.ops.formats import age, dollars, duration, moment, share, size
 from objkv.ops.runs import Finding
 

@@ -19,14 +19,7 @@ from objkv.cli.command import FINE, FOUND, INTERRUPTED, Session, command, ending
 from objkv.cli.output import Printer, plain
 from objkv.config import cache_folder, load_config, make_private
 from objkv.errors import ConfigError, pip_install
-from objkv.ops.demo import (
-    DemoFolder,
-    DemoReport,
-    DemoStore,
-    Size,
-    prompts_of,
-    show_replicas,
-)
+from objkv.ops.demo import DemoFolder, DemoReport, DemoStore, Size, prompts_of, show_replicas
 from objkv.ops.doctor.settings import installed_version
 from objkv.ops.formats import printable, size
 from objkv.ops.gpu_check import GpuCheck, GpuReport, run_check
@@ -215,8 +208,7 @@ def gpu_check(
         ),
     ] = None,
     random: Annotated[
-        bool,
-        typer.Option("--random", help="Use a model with random weights. Needs no network."),
+        bool, typer.Option("--random", help="Use a model with random weights. Needs no network.")
     ] = False,
 ) -> int:
     """Check on this machine's GPU that replicas share KV and give the same answers.

@@ -6,13 +6,7 @@ from typing import Annotated, Final
 
 import typer
 
-from objkv.assembly.backends import (
-    describe_index,
-    open_bulk,
-    open_hot,
-    open_index,
-    read_lifecycle,
-)
+from objkv.assembly.backends import describe_index, open_bulk, open_hot, open_index, read_lifecycle
 from objkv.assembly.seal import open_seal
 from objkv.cli.command import FINE, FOUND, UNREACHABLE, WRONG_USAGE, Session, command
 from objkv.cli.output import Printer

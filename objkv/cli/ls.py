@@ -46,12 +46,10 @@ def ls(
         ),
     ] = None,
     namespace_option: Annotated[
-        str | None,
-        typer.Option("--namespace", "-n", help="The same as NAMESPACE.", metavar="NS"),
+        str | None, typer.Option("--namespace", "-n", help="The same as NAMESPACE.", metavar="NS")
     ] = None,
     prefixes: Annotated[
-        bool,
-        typer.Option("--prefixes", help="List prefixes, in all namespaces if none is given."),
+        bool, typer.Option("--prefixes", help="List prefixes, in all namespaces if none is given.")
     ] = False,
     tree: Annotated[
         bool, typer.Option("--tree", help="Draw prefixes as a tree of shared chunks.")

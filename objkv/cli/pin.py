@@ -39,8 +39,7 @@ def pin(
         ),
     ] = None,
     for_: Annotated[
-        float,
-        time_option("Duration of the pin", "--for", least=1, most=_LASTS_S_MAX, shown="7d"),
+        float, time_option("Duration of the pin", "--for", least=1, most=_LASTS_S_MAX, shown="7d")
     ] = 604_800.0,
     by: Annotated[
         str | None,

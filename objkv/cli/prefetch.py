@@ -45,8 +45,7 @@ def prefetch(
     session: Session,
     prompt: PromptOptions,
     path: Annotated[
-        Path | None,
-        socket_option("Socket of the agent. Default: that of OBJKV_AGENT.", "--socket"),
+        Path | None, socket_option("Socket of the agent. Default: that of OBJKV_AGENT.", "--socket")
     ] = None,
     no_wait: Annotated[
         bool, typer.Option("--no-wait", help="Return at once, without waiting for the payloads.")

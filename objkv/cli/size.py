@@ -67,8 +67,7 @@ Ttl = Annotated[
     float | None, time_option("Time to live instead of the setting ttl_s", "--ttl", least=1)
 ]
 Used = Annotated[
-    float,
-    time_option("Average time from a save to its last hit", "--used", most=1e10, shown="0s"),
+    float, time_option("Average time from a save to its last hit", "--used", most=1e10, shown="0s")
 ]
 SweepEvery = Annotated[
     float, time_option("Time between sweeps", "--sweep-every", most=1e10, shown="1h")

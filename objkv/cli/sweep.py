@@ -40,8 +40,7 @@ def sweep(
         typer.Option("--unidentified", help="Let --apply delete the category unidentified, too."),
     ] = False,
     force: Annotated[
-        bool,
-        typer.Option("--force", help="Proceed even if index and bucket do not seem to match."),
+        bool, typer.Option("--force", help="Proceed even if index and bucket do not seem to match.")
     ] = False,
 ) -> int:
     """Find unreachable and evictable data; delete it with --apply."""

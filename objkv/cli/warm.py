@@ -68,8 +68,7 @@ def show_report(out: Printer, report: WarmReport) -> None:
 
 
 _Prompts = Annotated[
-    list[str] | None,
-    typer.Argument(help="JSON Lines files, or - for stdin.", metavar="FILES"),
+    list[str] | None, typer.Argument(help="JSON Lines files, or - for stdin.", metavar="FILES")
 ]
 _Endpoint = Annotated[
     list[str] | None,

@@ -45,11 +45,7 @@ class Rebuild:
         self._apply = apply
 
     def parts(
-        self,
-        inventory: Inventory,
-        namespaces: Mapping[str, StoredNamespace],
-        *,
-        lost: bool = False,
+        self, inventory: Inventory, namespaces: Mapping[str, StoredNamespace], *, lost: bool = False
     ) -> Iterator[Unit]:
         """Restore the records of payloads that replicas read. Counts ``restored``, ``corrected``
         (wrong records), ``present`` and ``written`` (by others meanwhile). Findings are

@@ -6,13 +6,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
-from objkv.codec.payload import (
-    HEADER_BYTES_MAX,
-    Header,
-    check_frames,
-    frame_pages,
-    read_header,
-)
+from objkv.codec.payload import HEADER_BYTES_MAX, Header, check_frames, frame_pages, read_header
 from objkv.codec.seal import Seal
 from objkv.codec.values import ENCRYPTED
 from objkv.errors import ConfigError, PayloadError

@@ -10,14 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from random import Random
 
-from objkv.codec.payload import (
-    Claim,
-    LayerSpec,
-    Provenance,
-    check_frames,
-    encode,
-    read_claimed,
-)
+from objkv.codec.payload import Claim, LayerSpec, Provenance, check_frames, encode, read_claimed
 from objkv.errors import PayloadError, StoreError
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity, Identity, identity_path

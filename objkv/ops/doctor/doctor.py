@@ -29,12 +29,7 @@ from objkv.ops.doctor.settings import (
     check_transport,
 )
 from objkv.ops.formats import noun
-from objkv.ops.listing import (
-    NamespaceSummary,
-    list_namespaces,
-    list_tenants,
-    payload_namespaces,
-)
+from objkv.ops.listing import NamespaceSummary, list_namespaces, list_tenants, payload_namespaces
 from objkv.stores.base import HotStore, PruneStore, ReadStore
 
 T = TypeVar("T", PruneStore, HotStore, WriteIndex)

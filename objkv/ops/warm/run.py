@@ -23,12 +23,7 @@ from objkv.errors import ConfigError, StoreError, StoreUnavailable
 from objkv.index.base import Record
 from objkv.keys.identity import Identity
 from objkv.keys.prefix import PromptExtras, prefix_hashes
-from objkv.ops.backends_view import (
-    HANDOFF_LAYOUT,
-    BackendsView,
-    read_identities,
-    stored_namespaces,
-)
+from objkv.ops.backends_view import HANDOFF_LAYOUT, BackendsView, read_identities, stored_namespaces
 from objkv.ops.match import look_up
 from objkv.ops.warm.endpoint import Endpoint, EndpointError
 from objkv.ops.warm.prompts import WarmPrompt
