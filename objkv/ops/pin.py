@@ -8,6 +8,7 @@ read again; if they have changed, the update is repeated, so the last update ref
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from objkv.cache.pins import UNTIL_S_MAX, Pin, pin_path, read_pin, scan_pins
@@ -164,24 +165,15 @@ def remove_ended_pins(
 ) -> int:
     """Delete the documents of pins that ended ``grace_s`` ago, and return their number. For sweeps.
     Each document is read again right before, because the pin may have been extended."""
-    ended = [
-        pin.path()
-        for pin in scan_pins(bulk, namespace)
-        if isinstance(pin, Pin) and _is_over(pin, now_s - grace_s)
-    ]
     removed = 0
-    for path in ended:
-        try:
-            pin = read_pin(bulk, path)
-        except PayloadError:
+    for pin in list(scan_pins(bulk, namespace)):
+        if isinstance(pin, PayloadError) or pin.until_s > now_s - grace_s:
             continue
-        if pin is not None and _is_over(pin, now_s - grace_s):
-            removed += bulk.delete(path)
+        with suppress(PayloadError):
+            now = read_pin(bulk, pin.path())
+            if now is not None and now.until_s <= now_s - grace_s:
+                removed += bulk.delete(pin.path())
     return removed
-
-
-def _is_over(pin: Pin, at_s: float) -> bool:
-    return pin.until_s <= at_s
 
 
 def _described(index: ReadIndex, pin: Pin) -> PinnedPrefix:

@@ -41,21 +41,14 @@ class SweepLimits:
     """Whether payloads in namespaces without an identity document are removed too."""
 
 
+@dataclass(frozen=True, slots=True)
 class Remover:
     """Counts each item and removes it if it may. For many threads, each with its ``Counters``."""
 
-    def __init__(
-        self,
-        view: BackendsView,
-        limits: SweepLimits,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._view = view
-        self._limits = limits
-        self._clock = clock
-        self._sleep = sleep
+    view: BackendsView
+    limits: SweepLimits
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
 
     def payload(
         self,
@@ -90,7 +83,7 @@ class Remover:
         if not self._may(kind):
             counters.find(kind, path, nbytes)
             return
-        with Lease(self._view, path, clock=self._clock) as lease:
+        with Lease(self.view, path, clock=self.clock) as lease:
             if lease is None:
                 counters.count("busy")
             elif remove(lease):
@@ -101,7 +94,7 @@ class Remover:
                 counters.count("changed")
 
     def _forget(self, key: ChunkKey, shard: ShardRecord, lease: Lease) -> bool:
-        view, path = self._view, key.path()
+        view, path = self.view, key.path()
         if view.bulk.head(path) is not None or not lease.renew():
             return False
         if not view.index.forget(key.namespace, key.prefix_hash, key.field, shard):
@@ -113,7 +106,7 @@ class Remover:
         """Discard the leftover of a killed writer."""
         where = f"{found.key}/{found.name}" if found.name.startswith("~") else found.key
         if self._may("temporary"):
-            if not self._view.bulk.discard(found):
+            if not self.view.bulk.discard(found):
                 return
             counters.count("removed", found.nbytes)
         counters.find("temporary", where, found.nbytes)
@@ -121,15 +114,15 @@ class Remover:
     def entry(self, kind: Category, entry: Entry, counters: Counters) -> None:
         """Remove an entry that has no index record."""
         if self._may(kind):
-            self._view.bulk.delete(entry.key)
+            self.view.bulk.delete(entry.key)
             counters.count("removed", entry.nbytes)
         counters.find(kind, entry.key, entry.nbytes)
 
     def _may(self, kind: Category) -> bool:
-        return self._limits.apply and (kind != "unidentified" or self._limits.unidentified)
+        return self.limits.apply and (kind != "unidentified" or self.limits.unidentified)
 
     def _remove(self, key: ChunkKey, entry: Entry, shard: ShardRecord | None, lease: Lease) -> bool:
-        view, path = self._view, key.path()
+        view, path = self.view, key.path()
         now = view.bulk.head(path)
         if now is None or not _is_same(now, entry):
             return False
@@ -142,7 +135,7 @@ class Remover:
                 and view.index.forget(key.namespace, key.prefix_hash, key.field, shard)
             ):
                 return False
-        if not delete_unchanged(view, now, lease, sleep=self._sleep):
+        if not delete_unchanged(view, now, lease, sleep=self.sleep):
             return False
         self._remove_copy(path, shard)
         self._withdraw(key)
@@ -150,7 +143,7 @@ class Remover:
 
     def _withdraw(self, key: ChunkKey) -> None:
         """Forget a record that was published while its payload was deleted."""
-        view = self._view
+        view = self.view
         if view.is_own_index:
             return
         _, known = recorded(view.index, key)
@@ -161,8 +154,8 @@ class Remover:
 
     def _remove_copy(self, path: str, shard: ShardRecord | None) -> None:
         # Without a record it is unknown whether a hot copy exists; such a copy expires on its own.
-        if self._view.hot is not None and shard is not None and shard.hot:
-            self._view.hot.delete(path)
+        if self.view.hot is not None and shard is not None and shard.hot:
+            self.view.hot.delete(path)
 
 
 def _is_same(now: Entry, then: Entry) -> bool:
