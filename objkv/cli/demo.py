@@ -34,12 +34,9 @@ _COLUMNS = (
 
 
 def report_document(report: DemoReport) -> dict[str, Any]:
-    document: dict[str, Any] = plain(report)
-    for row, shown in zip(report.rows, document["rows"], strict=True):
-        shown["speed_up"] = row.speed_up
-    for name in ("speed_up_median", "identical", "served", "fine"):
-        document[name] = getattr(report, name)
-    return document
+    rows = [{**plain(row), "speed_up": row.speed_up} for row in report.rows]
+    names = ("speed_up_median", "identical", "served", "fine")
+    return {**plain(report), "rows": rows, **{name: getattr(report, name) for name in names}}
 
 
 def print_report(out: Printer, report: DemoReport) -> None:

@@ -3,7 +3,7 @@ threads and the end of the report."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from objkv.assembly.backends import Backends
@@ -66,27 +66,22 @@ class Upkeep:
                 f"left out {counted(len(old), 'namespace')} of an earlier format that is not read "
                 "any more: objkv sweep --apply deletes the payloads"
             )
-        left = {name: one for name, one in scope.namespaces.items() if name not in old}
-        indexed = [name for name in scope.indexed if name not in old]
-        return replace(scope, namespaces=left, indexed=indexed)
+        return scope.without(old)
 
     def _with_keys(self, scope: WalkScope) -> WalkScope:
         """Leave out the namespaces whose sealing keys are not configured here, with a note for
         each. Raises ``ConfigError`` if no namespace remains."""
-        left, skipped = {}, dict[str, str]()
+        skipped = dict[str, str]()
         for name, namespace in scope.namespaces.items():
             try:
                 self.view.seal_of(namespace)
             except ConfigError as exc:
                 skipped[name] = str(exc)
-            else:
-                left[name] = namespace
-        if skipped and not left:
+        if skipped and len(skipped) == len(scope.namespaces):
             raise ConfigError("; ".join(dict.fromkeys(skipped.values())))
         for name, why in skipped.items():
             self.session.out.note(f"{name} is skipped: {why}")
-        indexed = [name for name in scope.indexed if name not in skipped]
-        return replace(scope, namespaces=left, indexed=indexed)
+        return scope.without(skipped)
 
     @property
     def counters(self) -> Counters:

@@ -1,7 +1,7 @@
 """``objkv warm``: compute and store prompts before users send them."""
 
 import os
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,12 +18,14 @@ from objkv.cli.output import Printer
 from objkv.errors import ConfigError
 from objkv.ops.formats import printable, size
 from objkv.ops.warm.prompts import read_prompts
-from objkv.ops.warm.report import WarmReport
+
+if TYPE_CHECKING:
+    from objkv.ops.warm.run import WarmReport
 
 _SHOWN_MAX = 20
 
 
-def show_report(out: Printer, report: WarmReport) -> None:
+def show_report(out: Printer, report: "WarmReport") -> None:
     if report.namespace:
         out.line(f"namespace {report.namespace}, model {printable(report.model)}")
     is_check = report.mode == "check"

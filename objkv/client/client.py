@@ -35,7 +35,7 @@ from objkv.ops.warm.prompts import to_prompt
 from objkv.telemetry import NullRecorder
 
 if TYPE_CHECKING:
-    from objkv.ops.warm.report import WarmReport
+    from objkv.ops.warm.run import WarmReport
 
 logger = logging.getLogger(__name__)
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]

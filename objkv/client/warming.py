@@ -13,8 +13,7 @@ from objkv.ops.listing import find_identity
 from objkv.ops.warm import server
 from objkv.ops.warm.endpoint import Endpoint
 from objkv.ops.warm.prompts import WarmPrompt, read_prompts, to_prompt
-from objkv.ops.warm.report import WarmLimits, WarmReport
-from objkv.ops.warm.run import WarmJob, warm_by
+from objkv.ops.warm.run import WarmJob, WarmLimits, WarmReport, warm_by
 from objkv.telemetry import NullRecorder
 
 

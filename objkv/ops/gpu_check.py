@@ -126,24 +126,21 @@ class GpuCheck:
             models=self.models,
             prompts=tuple(prompts_of(role, self.lengths, self.repeats)),
         )
-        log, settings = self.folder / f"replica-{role}.log", self._settings(role)
+        log = self.folder / f"replica-{role}.log"
+        # A model of this name may have to be downloaded.
+        settings = {} if self.model is None else {"HF_HUB_OFFLINE": "0"}
+        if role != "R":
+            settings |= {
+                "OBJKV_BULK_URL": f"file://{self.folder / 'chunks'}",
+                "OBJKV_INDEX_URL": f"sqlite://{self.folder / 'index.sqlite'}",
+                # Otherwise B would compute where that is faster, and nothing would be tested.
+                "OBJKV_ADMISSION": "always",
+            }
         found, end = live(setup, log, settings, self.report_stage, bound_s=_REPLICA_S)
         answers: dict[str, list[ReplicaAnswer]] = {}
         for one in found:
             answers.setdefault(one.prompt, []).append(one)
         return answers, end.load_failures
-
-    def _settings(self, role: Replica) -> dict[str, str]:
-        # A model of this name may have to be downloaded.
-        settings = {} if self.model is None else {"HF_HUB_OFFLINE": "0"}
-        if role == "R":
-            return settings
-        return settings | {
-            "OBJKV_BULK_URL": f"file://{self.folder / 'chunks'}",
-            "OBJKV_INDEX_URL": f"sqlite://{self.folder / 'index.sqlite'}",
-            # Otherwise B would compute where that is faster, and nothing would be tested.
-            "OBJKV_ADMISSION": "always",
-        }
 
 
 def run_check(check: GpuCheck, version: str) -> GpuReport:

@@ -41,6 +41,7 @@ class PinnedPrefix:
     by: str | None = None
     """Who pinned it, by their own statement; null from the Python client."""
     created_s: int = 0
+    """When it was pinned."""
 
 
 @dataclass(frozen=True, slots=True)

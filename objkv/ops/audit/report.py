@@ -137,10 +137,14 @@ AuditVerdict = Literal["corrupt", "faults", "fine"]
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
+    """The whole report."""
+
     made_s: int
+    """When the report was made."""
     begun_s: int
     """When the walk began; every observation is from then or later."""
     version: str
+    """objkv's version."""
     bulk_url: str
     """Without secrets."""
     index_url: str

@@ -66,6 +66,12 @@ class WalkScope:
         """All namespaces, of the bulk store or of the index only."""
         return sorted({*self.namespaces, *self.indexed})
 
+    def without(self, names: Collection[str]) -> "WalkScope":
+        """Return the scope that leaves out these namespaces."""
+        left = {name: one for name, one in self.namespaces.items() if name not in names}
+        indexed = [name for name in self.indexed if name not in names]
+        return replace(self, namespaces=left, indexed=indexed)
+
 
 def find_scope(view: BackendsView, only: str | None = None) -> WalkScope:
     """Return the scope of all namespaces, or of the namespace ``only``."""

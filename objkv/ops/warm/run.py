@@ -12,12 +12,12 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import cycle, islice
 from threading import Thread
 from time import monotonic
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from objkv.errors import ConfigError, StoreError, StoreUnavailable
 from objkv.index.base import Record
@@ -25,9 +25,8 @@ from objkv.keys.identity import Identity
 from objkv.keys.prefix import PromptExtras, prefix_hashes
 from objkv.ops.backends_view import HANDOFF_LAYOUT, BackendsView, read_identities, stored_namespaces
 from objkv.ops.match import look_up
-from objkv.ops.warm.endpoint import Endpoint, EndpointError
+from objkv.ops.warm.endpoint import Endpoint, EndpointError, EndpointReport
 from objkv.ops.warm.prompts import WarmPrompt
-from objkv.ops.warm.report import WarmLimits, WarmReport
 from objkv.stores.base import ReadStore
 
 Call = Callable[[Coroutine[Any, Any, None]], None]
@@ -42,6 +41,82 @@ SALT = "objkv-warm-"
 _CHUNK_TOKENS = 256
 """The default chunk, used while nothing is stored yet."""
 _LOOK_PAUSE_S = 0.1
+Ending = Literal["complete", "interrupted", "unreachable"]
+NAMED_MAX = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class WarmLimits:
+    attempts_max: int = 4
+    """Attempts per prompt, not counting busy answers."""
+    busy_max: int = 100
+    """Busy answers per prompt."""
+    save_s: float = 60.0
+    """Time from the answer until the prompt is stored; afterwards it is sent again."""
+    gone_s: float = 120.0
+    """The run ends when no endpoint has answered for this time."""
+    pause_s: float = 0.05
+    """Pause between lookups of a pending save; grows to ten times this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    name: str
+    why: str
+
+
+@dataclass(slots=True)
+class WarmReport:
+    """The report of one run."""
+
+    mode: str
+    """``endpoints``, ``model`` or ``check``."""
+    namespace: str = ""
+    model: str = ""
+    ending: Ending = "complete"
+    prompts: int = 0
+    stored_before: int = 0
+    """Prompts already stored completely."""
+    short: int = 0
+    """Prompts shorter than one chunk, which cannot be stored."""
+    warmed: int = 0
+    """Prompts stored now but not before."""
+    failed: int = 0
+    left: int = 0
+    """Prompts not processed because of an early end."""
+    asked_tokens: int = 0
+    """Tokens of the prompts that were sent and answered."""
+    cached_tokens: int = 0
+    """The part of ``asked_tokens`` that was loaded or in an engine's cache, as far as reported."""
+    saved_chunks: int = 0
+    saved_bytes: int = 0
+    """Newly stored bytes."""
+    retries: int = 0
+    seconds: float = 0.0
+    endpoints: list[EndpointReport] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    """The first thousand failures."""
+    why: str = ""
+    """The reason of an early end."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every prompt that can be stored is stored."""
+        return self.ending == "complete" and not self.failed
+
+    @property
+    def done(self) -> int:
+        """Prompts that are finished."""
+        return self.stored_before + self.short + self.warmed + self.failed
+
+    def fail(self, name: str, why: str) -> None:
+        """Count and name a prompt that could not be warmed."""
+        self.failed += 1
+        if len(self.failures) < NAMED_MAX:
+            self.failures.append(Failure(name, why))
+
+    def plain(self) -> dict[str, Any]:
+        return {"command": "warm", "complete": self.is_complete, **asdict(self)}
 
 
 @dataclass(slots=True, eq=False)

@@ -14,8 +14,7 @@ from objkv.errors import ConfigError, StoreUnavailable
 from objkv.ops.warm import run as module
 from objkv.ops.warm.endpoint import Endpoint
 from objkv.ops.warm.prompts import WarmPrompt
-from objkv.ops.warm.report import WarmLimits, WarmReport
-from objkv.ops.warm.run import Task, TaskQueue, WarmJob, warm_by
+from objkv.ops.warm.run import Task, TaskQueue, WarmJob, WarmLimits, WarmReport, warm_by
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
 from tests.ops.warm.fake_vllm import (
