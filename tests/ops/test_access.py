@@ -19,7 +19,7 @@ from objkv.ops.doctor.access import (
     ROLES,
     Access,
     access_of,
-    acl_commands,
+    acl_rights,
     iam_policy,
     kms_statement,
 )
@@ -113,12 +113,11 @@ def test_a_tenants_settings_are_settings(role: str, tenant: str) -> None:
 
 def test_commands_follow_the_places() -> None:
     plain = {"has_hot": False, "is_cluster": False, "has_database": False}
-    assert acl_commands("reader", **plain) == [
-        *("ping", "client|setname", "hget", "hmget", "hgetall"),
-    ]
+    commands = "+ping +client|setname +hget +hmget +hgetall"
+    assert acl_rights("reader", "p", **plain) == f"~p:* -@all {commands}"
     for role in ROLES:
-        with_hot = acl_commands(role, **plain | {"has_hot": True})
-        assert set(with_hot) > set(acl_commands(role, **plain))
+        with_hot = acl_rights(role, "p", **plain | {"has_hot": True}).split()
+        assert set(with_hot) > set(acl_rights(role, "p", **plain).split())
         assert len(with_hot) == len(set(with_hot))
     assert access("reader", index_url="rediss://h/2").acl != access("reader").acl
     assert access("reader", hot_save_bytes_max=0).acl != access("reader").acl
