@@ -71,11 +71,7 @@ def test_a_folder_that_is_its_own_index_is_verified_and_swept(run: Run, tmp_path
 
 @pytest.mark.parametrize("how", [("--all",), ("--sample", "10")])
 def test_few_payloads_are_not_taken_out_of_use_because_keys_are_wrong(
-    run: Run,
-    ends: Backends,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    how: tuple[str, ...],
+    run: Run, ends: Backends, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: tuple[str, ...]
 ) -> None:
     monkeypatch.setenv("OBJKV_SIGNING_KEYS_FILE", str(tmp_path / "keys"))
 

@@ -15,14 +15,7 @@ from hypothesis import strategies as st
 
 from objkv.config import Config, load_config
 from objkv.errors import ConfigError
-from objkv.ops.doctor.access import (
-    ROLES,
-    Access,
-    access_of,
-    acl_rights,
-    iam_policy,
-    kms_statement,
-)
+from objkv.ops.doctor.access import ROLES, Access, access_of, acl_rights, iam_policy, kms_statement
 
 TENANTS = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,47}", fullmatch=True)
 PLACE = {"bulk_url": "s3://bucket/objkv", "index_url": "rediss://h"}

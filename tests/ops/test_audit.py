@@ -31,14 +31,7 @@ from tests.contracts.damage import DamagedStore, Defects
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
 from tests.support.audit import Auditor, hash_of, save_prompts, stored, tokens_of
-from tests.support.samples import (
-    IDENTITY,
-    LEFT,
-    NAMESPACE,
-    RIGHT,
-    save,
-    save_identity,
-)
+from tests.support.samples import IDENTITY, LEFT, NAMESPACE, RIGHT, save, save_identity
 
 DAY_S = 86_400
 NOW_S = 20_000 * DAY_S + 3_600.0

@@ -218,9 +218,7 @@ def test_endpoints_that_do_not_share_are_told_apart(place: Place) -> None:
     assert other.identity.namespace() in str(raised.value)
 
 
-def test_an_interruption_ends_requests_and_the_next_run_goes_on(
-    place: Place,
-) -> None:
+def test_an_interruption_ends_requests_and_the_next_run_goes_on(place: Place) -> None:
     prompts = prompts_of(*(tail(number, 2) for number in range(1, 9)))
     gate = Gate()
     with FakeVllm(place) as server:
