@@ -10,7 +10,7 @@ import tempfile
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -31,12 +31,6 @@ _MODEL = "Qwen/Qwen3-0.6B"
 _COLUMNS = (
     "prompt", ">tokens", ">served by objkv", ">recompute", ">A", ">B", ">speed-up", "same answer",
 )  # fmt: skip
-
-
-def report_document(report: DemoReport) -> dict[str, Any]:
-    rows = [{**plain(row), "speed_up": row.speed_up} for row in report.rows]
-    names = ("speed_up_median", "identical", "served", "fine")
-    return {**plain(report), "rows": rows, **{name: getattr(report, name) for name in names}}
 
 
 def print_report(out: Printer, report: DemoReport) -> None:
@@ -124,7 +118,7 @@ def demo(
 def _show(out: Printer, length: Size, place: DemoFolder) -> DemoReport:
     with out.stages() as report_stage:
         report = show_replicas(length, place, report_stage, lambda: count_stored(place))
-    if not out.document(report_document(report)):
+    if not out.document(report):
         print_report(out, report)
         _print_next(out, length, place)
     return report

@@ -113,22 +113,15 @@ def _print(out: Printer, report: MatchReport, served_tokens: int, *, has_hits: b
     out.line()
     if report.chunks:
         columns = (">tokens", "hash", "recorded", "served", ">bytes", ">hits", ">age", "payloads")
-        out.table(
-            columns,
-            [
-                (
-                    f"{chunk.token_start:,}-{chunk.token_end:,}",
-                    chunk.prefix_hash.hex(),
-                    _stored(chunk.payloads, chunk.groups_missing),
-                    "yes" if chunk.token_end <= served_tokens else "no",
-                    size(chunk.nbytes) if chunk.payloads else "-",
-                    chunk.hits if has_hits else None,
-                    age(chunk.created_s),
-                    " ".join(chunk.payloads),
-                )
-                for chunk in report.chunks
-            ],
-        )
+        rows = [
+            (f"{chunk.token_start:,}-{chunk.token_end:,}", chunk.prefix_hash.hex(),
+             _stored(chunk.payloads, chunk.groups_missing),
+             "yes" if chunk.token_end <= served_tokens else "no",
+             size(chunk.nbytes) if chunk.payloads else "-", chunk.hits if has_hits else None,
+             age(chunk.created_s), " ".join(chunk.payloads))
+            for chunk in report.chunks
+        ]  # fmt: skip
+        out.table(columns, rows)
         out.line()
     parts = [_chunks_text(report)]
     if rest := report.prompt_tokens - len(report.chunks) * report.chunk_tokens:

@@ -33,15 +33,8 @@ plain = partial(to_jsonable_python, bytes_mode="hex")
 """Converts a value to JSON values: dataclasses to objects, bytes to hex."""
 _STYLES = {
     "ok": "green",
-    "warning": "yellow",
-    "warnings": "yellow",
-    "not checked": "yellow",
-    "full": "bold red",
-    "failed": "bold red",
-    "denied": "bold red",
-    "unreachable": "bold red",
-    "corrupt": "bold red",
-    "missing": "bold red",
+    **dict.fromkeys(("warning", "warnings", "not checked"), "yellow"),
+    **dict.fromkeys(("full", "failed", "denied", "unreachable", "corrupt", "missing"), "bold red"),
 }
 
 

@@ -12,16 +12,10 @@ from objkv.cli.upkeep import seal_of
 from objkv.errors import ConfigError
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.prefix import PREFIX_HASH_BYTES
-from objkv.ops.backends_view import stored_namespaces
+from objkv.ops.backends_view import record_keys, stored_namespaces
 from objkv.ops.formats import age, size
 from objkv.ops.listing import find_namespace
-from objkv.ops.show import (
-    PayloadReport,
-    choose_chunk,
-    find_payloads,
-    inspect_payload,
-    promised_payloads,
-)
+from objkv.ops.show import PayloadReport, choose_chunk, find_payloads, inspect_payload
 
 
 @command
@@ -70,7 +64,8 @@ def _keys(backends: Backends, text: str, namespace: str | None) -> list[ChunkKey
         # A payload that has a record but is not stored is reported as missing.
         prefix_hash = bytes.fromhex(text)
         for place in places:
-            if promised := promised_payloads(backends.index, place, prefix_hash):
+            [record] = backends.index.lookup(place, [prefix_hash])
+            if record is not None and (promised := list(record_keys(place, record))):
                 found.setdefault((place, prefix_hash), []).extend(promised)
     chunk = choose_chunk(found, text)
     return [] if chunk is None else sorted({*found[chunk]}, key=ChunkKey.path)

@@ -125,12 +125,8 @@ def _live(watch: FleetWatch) -> NoReturn:
 
 
 def _tables(view: TopView) -> list[tuple[tuple[str, ...], list[list[str]]]]:
-    found: list[tuple[tuple[str, ...], list[list[str]]]] = []
-    if view.rows:
-        found.append((_REPLICA, [replica_cells(row) for row in view.rows]))
-    if view.agents:
-        found.append((_AGENT, [agent_cells(row) for row in view.agents]))
-    return found
+    every = ((_REPLICA, view.rows, replica_cells), (_AGENT, view.agents, agent_cells))
+    return [(columns, [cells(row) for row in rows]) for columns, rows, cells in every if rows]
 
 
 def summary_lines(view: TopView, per: str) -> list[str]:

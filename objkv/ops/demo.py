@@ -6,7 +6,7 @@ import shutil
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
@@ -111,11 +111,8 @@ class DemoRow:
     """On replica B, which loads."""
     identical: bool
     """Whether all answers to the prompt are the same tokens."""
-
-    @property
-    def speed_up(self) -> float:
-        """Time to first token without objkv, divided by that on replica B."""
-        return self.recompute_s / self.second_s
+    speed_up: float
+    """Time to first token without objkv, divided by that on replica B."""
 
     @property
     def complete(self) -> bool:
@@ -134,7 +131,7 @@ class DemoStore:
     settings: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DemoReport:
     engine: str
     device: str
@@ -143,24 +140,18 @@ class DemoReport:
     """Failed loads, whose tokens were recomputed."""
     stored: DemoStore
     notices: tuple[str, ...]
+    speed_up_median: float = field(init=False)
+    identical: bool = field(init=False)
+    """Whether every answer equals the one computed without objkv."""
+    served: bool = field(init=False)
+    """Whether objkv served any tokens."""
+    fine: bool = field(init=False)
 
-    @property
-    def speed_up_median(self) -> float:
-        return statistics.median(row.speed_up for row in self.rows)
-
-    @property
-    def identical(self) -> bool:
-        """Whether every answer equals the one computed without objkv."""
-        return all(row.identical for row in self.rows)
-
-    @property
-    def served(self) -> bool:
-        """Whether objkv served any tokens."""
-        return any(row.served_tokens for row in self.rows)
-
-    @property
-    def fine(self) -> bool:
-        return self.identical and self.served
+    def __post_init__(self) -> None:
+        self.speed_up_median = statistics.median(row.speed_up for row in self.rows)
+        self.identical = all(row.identical for row in self.rows)
+        self.served = any(row.served_tokens for row in self.rows)
+        self.fine = self.identical and self.served
 
 
 Answers = Mapping[str, ReplicaAnswer]
@@ -215,6 +206,7 @@ def compare(
                 first_s=None if saving is None else saving.first_token_s,
                 second_s=loading.first_token_s,
                 identical=len({answer.tokens for answer in by_replica if answer is not None}) == 1,
+                speed_up=alone.first_token_s / loading.first_token_s,
             )
         )
     return tuple(rows)

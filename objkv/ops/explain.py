@@ -40,21 +40,9 @@ _QUARANTINE: Final = "objkv verify --all --quarantine --apply moves it; the next
 _SWEEP: Final = "objkv sweep --apply deletes what has no record; the next save replaces it"
 
 Cause = Literal[
-    "nothing",
-    "held_back",
-    "agent_away",
-    "switched_off",
-    "missing",
-    "corrupt",
-    "quarantined",
-    "incomplete",
-    "orphan",
-    "elsewhere",
-    "other_extras",
-    "diverged",
-    "gone",
-    "unknown",
-]
+    "nothing", "held_back", "agent_away", "switched_off", "missing", "corrupt", "quarantined",
+    "incomplete", "orphan", "elsewhere", "other_extras", "diverged", "gone", "unknown",
+]  # fmt: skip
 """``nothing``: the match did not end early. ``held_back``: it did not on this node, whose agent has
 what no store has. ``switched_off``: by an operator. ``incomplete``: some layers, heads or groups
 are not stored. ``orphan``: stored without a record. ``diverged``: other prompts continue here with

@@ -10,9 +10,7 @@ from objkv.codec.payload import HEADER_BYTES_MAX, Header, check_frames, frame_pa
 from objkv.codec.seal import Seal
 from objkv.codec.values import ENCRYPTED
 from objkv.errors import ConfigError, PayloadError
-from objkv.index.base import ReadIndex
 from objkv.keys.chunk import ChunkKey
-from objkv.ops.backends_view import record_keys
 from objkv.stores.base import ReadStore
 
 BEGINNING_CHARS_MIN = 4
@@ -97,12 +95,6 @@ def choose_chunk(found: Collection[tuple[str, bytes]], beginning: str) -> tuple[
         choices = ", ".join(digest.hex() for _, digest in sorted(found)[:_CHOICES])
         raise ConfigError(f"{len(found)} chunks start with {beginning}; give one of {choices}")
     return next(iter(found), None)
-
-
-def promised_payloads(index: ReadIndex, namespace: str, prefix_hash: bytes) -> list[ChunkKey]:
-    """Return the payloads in the chunk's record; some may be missing."""
-    [record] = index.lookup(namespace, [prefix_hash])
-    return [] if record is None else list(record_keys(namespace, record))
 
 
 def inspect_payload(bulk: ReadStore, key: ChunkKey, seal: Seal | None = None) -> PayloadReport:

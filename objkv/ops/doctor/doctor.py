@@ -97,15 +97,12 @@ def examine(resolved: Resolved, openers: Openers) -> DoctorReport:
         summary=_summary(checks),
         objkv=metadata.version("objkv"),
         python=sys.version.split()[0],
-        settings=tuple(_settings(resolved)),
+        settings=tuple(
+            SettingReport(name, value, resolved.sources[name])
+            for name, value in resolved.config.public().items()
+        ),
         checks=tuple(checks),
     )
-
-
-def _settings(resolved: Resolved) -> Iterator[SettingReport]:
-    values = resolved.config.public()
-    for name, value in values.items():
-        yield SettingReport(name, value, resolved.sources[name])
 
 
 def verdict(checks: list[Check]) -> Verdict:

@@ -17,15 +17,9 @@ from objkv.ops.runs import Counters
 from objkv.stores.base import Entry, Unfinished
 
 Category = Literal[
-    "orphan",
-    "missing",
-    "expired",
-    "over_quota",
-    "old_epoch",
-    "unidentified",
-    "temporary",
+    "orphan", "missing", "expired", "over_quota", "old_epoch", "unidentified", "temporary",
     "quarantined",
-]
+]  # fmt: skip
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 
 
