@@ -183,16 +183,10 @@ def replica_cells(row: TopRow) -> list[str]:
         return [row.name, row.state, row.problem or "", *[""] * 6]
     notes = ["operator's order"] if values["switched"] else []
     return [
-        row.name,
-        row.state,
-        ", ".join([*notes, *_reasons(values)]),
-        f"{values['tokens']:,.0f}",
-        share(hit_rate(values), 1),
-        share(values["local_tokens"], values["tokens"]),
-        _bytes(values["load_bytes"]),
-        _bytes(values["save_bytes"]),
-        _count(values["drops"]),
-    ]
+        row.name, row.state, ", ".join([*notes, *_reasons(values)]), f"{values['tokens']:,.0f}",
+        share(hit_rate(values), 1), share(values["local_tokens"], values["tokens"]),
+        _bytes(values["load_bytes"]), _bytes(values["save_bytes"]), _count(values["drops"]),
+    ]  # fmt: skip
 
 
 def agent_cells(row: TopRow) -> list[str]:
@@ -200,19 +194,13 @@ def agent_cells(row: TopRow) -> list[str]:
     if not values:
         return [row.name, row.state, row.problem or "", *[""] * 8]
     arena = values["arena_bytes"]
+    notes = ", ".join(f"circuit open: {name.replace('_', ' ')}" for name in row.breakers_open)
     return [
-        row.name,
-        row.state,
-        ", ".join(f"circuit open: {name.replace('_', ' ')}" for name in row.breakers_open),
-        _bytes(arena),
-        share(arena - values["free_bytes"], arena),
-        _bytes(values["unsaved_bytes"]),
-        share(values["hits"], values["hits"] + values["fills"]),
-        _bytes(values["load_bytes"]),
-        _bytes(values["save_bytes"]),
-        _count(values["no_room"]),
+        row.name, row.state, notes, _bytes(arena), share(arena - values["free_bytes"], arena),
+        _bytes(values["unsaved_bytes"]), share(values["hits"], values["hits"] + values["fills"]),
+        _bytes(values["load_bytes"]), _bytes(values["save_bytes"]), _count(values["no_room"]),
         _count(values["clients"]),
-    ]
+    ]  # fmt: skip
 
 
 def _bytes(value: float) -> str:

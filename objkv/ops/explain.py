@@ -145,14 +145,11 @@ def _whole(question: Question, *, is_held_back: bool) -> Explanation:
     report = question.report
     found = Explanation("nothing", "every whole chunk of the prompt would be served")
     if is_held_back:
-        found = Explanation(
-            "held_back",
-            "every whole chunk would be served on this node, whose agent holds some of them back: "
-            "no store has them yet",
-            advice=[
-                "nothing is wrong: they are stored when they are needed a second time; "
-                "save_to_bucket=all or objkv warm stores them at once"
-            ],
+        found.cause = "held_back"
+        found.sentence += " on this node, whose agent has some that no store has yet"
+        found.advice.append(
+            "nothing is wrong: they are stored when they are needed a second time; "
+            "save_to_bucket=all or objkv warm stores them at once"
         )
     if rest := report.prompt_tokens - len(report.chunks) * report.chunk_tokens:
         last = "last token does" if rest == 1 else f"last {rest:,} tokens do"

@@ -173,15 +173,9 @@ class FindingTotals:
     pinned: int = 0
 
     def __add__(self, other: "FindingTotals") -> "FindingTotals":
-        return FindingTotals(
-            self.kind,
-            self.count + other.count,
-            self.nbytes + other.nbytes,
-            self.recent + other.recent,
-            self.recent_bytes + other.recent_bytes,
-            max(self.newest_s, other.newest_s),
-            self.pinned + other.pinned,
-        )
+        names = ("count", "nbytes", "recent", "recent_bytes", "pinned")
+        sums = {name: getattr(self, name) + getattr(other, name) for name in names}
+        return FindingTotals(self.kind, newest_s=max(self.newest_s, other.newest_s), **sums)
 
     @property
     def young(self) -> int:
