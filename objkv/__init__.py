@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from objkv.client.results import Chunk, Match, Namespace
     from objkv.ops.audit.report import AuditReport
     from objkv.ops.pin import PinnedPrefix
-    from objkv.ops.warm.report import WarmReport
+    from objkv.ops.warm.run import WarmReport
 
 __all__ = [
     "AuditReport",
@@ -52,7 +52,7 @@ _PLACES = {
     "objkv.client.results": ("Chunk", "Match", "Namespace"),
     "objkv.ops.audit.report": ("AuditReport",),
     "objkv.ops.pin": ("PinnedPrefix",),
-    "objkv.ops.warm.report": ("WarmReport",),
+    "objkv.ops.warm.run": ("WarmReport",),
 }
 """The module of each other name. It is imported at the name's first use, which takes a second."""
 

@@ -1,5 +1,6 @@
 """``objkv access``: the IAM policy and Redis ACL of a role."""
 
+import json
 from typing import Annotated
 
 import typer
@@ -7,15 +8,14 @@ import typer
 from objkv.cli.command import FINE, Session, command
 from objkv.cli.output import Printer
 from objkv.config import ENV_PREFIX, Role
-from objkv.ops.doctor.access import PASSWORD, Access, access_of, as_text
+from objkv.ops.doctor.access import PASSWORD, Access, access_of
 
 
 @command
 def access(
     session: Session,
     role: Annotated[
-        Role,
-        typer.Option(help="Role that gets the rights. Replicas are readers or writers."),
+        Role, typer.Option(help="Role that gets the rights. Replicas are readers or writers.")
     ],
     tenant: Annotated[
         str | None,
@@ -44,7 +44,7 @@ def _print(out: Printer, found: Access) -> None:
         out.line("# No IAM policy: the bulk store is not an S3 bucket")
     else:
         out.line("# IAM policy")
-        for line in as_text(found.iam).splitlines():
+        for line in json.dumps(found.iam, indent=2).splitlines():
             out.line(line)
     out.line()
     if found.acl is None:

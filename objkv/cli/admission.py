@@ -1,7 +1,6 @@
 """``objkv admission``: an operator's switch for loads, for a whole fleet or one namespace."""
 
 import time
-from dataclasses import dataclass
 from typing import Annotated, cast
 
 import typer
@@ -23,14 +22,6 @@ from objkv.ops.listing import find_namespace
 
 _CLEAR = "clear"
 _LASTS_S_MAX = 366 * 86_400
-
-
-@dataclass(frozen=True, slots=True)
-class AdmissionOrders:
-    """The orders that operators gave."""
-
-    orders: tuple[Switch, ...]
-    """In force now. The one for a namespace goes before the one for the fleet."""
 
 
 @command
@@ -71,9 +62,13 @@ def admission(
             author = "".join(filter(str.isprintable, this_user()))[:AUTHOR_CHARS_MAX]
             order = Switch(cast("Mode", mode), scope, now_s + lasts_s, now_s, author)
             set_switch(backends.bulk, order)
-        orders = read_switches(backends.bulk)
-    orders = tuple(one for one in orders if one.until_s > now_s and _covers(one, scope))
-    if session.out.document(AdmissionOrders(orders)):
+        every = read_switches(backends.bulk)
+    orders = [
+        one
+        for one in every
+        if one.until_s > now_s and (scope is None or one.namespace in (None, scope))
+    ]
+    if session.out.document({"orders": orders}):
         return FINE
     if not orders:
         session.out.line("no order: each replica's own settings decide about loads")
@@ -85,7 +80,3 @@ def admission(
         where = session.config.public()["bulk_url"]
         session.out.line(f"replicas that use {where} follow within a minute")
     return FINE
-
-
-def _covers(order: Switch, scope: str | None) -> bool:
-    return scope is None or order.namespace in (None, scope)

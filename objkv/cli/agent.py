@@ -23,8 +23,7 @@ _WITHIN_S = 60.0
 
 
 class LogLimit(logging.Filter):
-    """Drops lines that the same place in the code logged too often lately, since others may cause
-    them at will."""
+    """Drops lines that one place in the code logs too often: others may cause them at will."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,16 +48,13 @@ class LogLimit(logging.Filter):
 def agent(
     session: Session,
     path: Annotated[
-        Path | None,
-        socket_option("Socket to serve. Default: that of OBJKV_AGENT.", "--socket"),
+        Path | None, socket_option("Socket to serve. Default: that of OBJKV_AGENT.", "--socket")
     ] = None,
     idle_exit: Annotated[
-        float | None,
-        time_option("Exit after this time without clients", "--idle-exit", least=1),
+        float | None, time_option("Exit after this time without clients", "--idle-exit", least=1)
     ] = None,
     replace: Annotated[
-        bool,
-        typer.Option("--replace", help="Replace the agent that serves the socket."),
+        bool, typer.Option("--replace", help="Replace the agent that serves the socket.")
     ] = False,
 ) -> int:
     """Run the node agent, which loads and saves for all replicas of a machine.

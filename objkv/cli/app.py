@@ -49,14 +49,11 @@ GROUPS: Final = {
         "prefetch": ("prefetch:prefetch", "Fetch a stored prompt into this node's memory."),
     },
     "Check": {
-        "doctor": (
-            "doctor:doctor",
-            "Check settings, agent, stores and index, and suggest fixes.",
-        ),
+        "doctor": ("doctor:doctor", "Check settings, agent, stores and index, and suggest fixes."),
         "bench": ("bench:bench", "Measure your stores, index and node agent from this machine."),
         "demo": ("demo:demo", "Show one replica reusing KV that another one computed."),
         "gpu-check": (
-            "gpu_check:gpu_check",
+            "demo:gpu_check",
             "Check on this machine's GPU that replicas share KV and give the same answers.",
         ),
     },
@@ -73,7 +70,6 @@ class Commands(TyperGroup):
         self.commands: dict[str, Any] = dict.fromkeys(COMMANDS)
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names in the order of ``COMMANDS``."""
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
@@ -108,8 +104,7 @@ class Commands(TyperGroup):
                 )
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
-        """Read the options of ``objkv`` itself; not while a word is completed, because that would
-        import pydantic."""
+        """Read ``objkv``'s own options; not to complete a word: that would import pydantic."""
         if not ctx.resilient_parsing:
             return super().parse_args(ctx, args)
         ctx._opt_prefixes.update(("-", "--"))
@@ -171,8 +166,7 @@ def root(
 
 
 def all_commands() -> Iterator[tuple[str, Any]]:
-    """Yield ``objkv`` and each command, as (``objkv ls``, Click command). Imports every module of
-    the command line."""
+    """Yield ``objkv`` and each command, by name. Imports every module of the command line."""
     group = get_group(app)
     assert isinstance(group, Commands)
     yield "objkv", group
@@ -181,5 +175,4 @@ def all_commands() -> Iterator[tuple[str, Any]]:
 
 
 def main() -> None:
-    """Run the command line of the current process."""
     app()

@@ -4,7 +4,6 @@ import os
 import secrets
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
@@ -19,16 +18,8 @@ from objkv.cli.upkeep import upkeep
 from objkv.config.prices import audit_prices
 from objkv.errors import ConfigError
 from objkv.ops.audit.audit import audit_stages, make_report
-from objkv.ops.audit.report import (
-    JSON_FORMAT,
-    AuditReport,
-    NamespaceAudit,
-    SavingsAudit,
-    verdict,
-)
+from objkv.ops.audit.report import JSON_FORMAT, AuditReport, SavingsAudit, verdict
 from objkv.ops.formats import age, dollars, duration, moment, share, size
-from objkv.ops.inventory.file import Inventory
-from objkv.ops.inventory.tree import Branch
 from objkv.ops.runs import Finding
 
 
@@ -50,16 +41,9 @@ def write_html(report: AuditReport, file: Path) -> None:
 
 def show_report(out: Printer, report: AuditReport, *, limit: int, html: Path | None) -> None:
     """Print the report: at most ``limit`` rows of each table, or one JSON document."""
+    head = {"command": "audit", "format": JSON_FORMAT, "verdict": verdict(report), "html": html}
     if out.machine:
-        out.document(
-            {
-                "command": "audit",
-                "format": JSON_FORMAT,
-                "verdict": verdict(report),
-                "html": None if html is None else str(html),
-                **plain(report),
-            }
-        )
+        out.document({**head, **plain(report)})
         return
     if not report.namespaces:
         out.line(f"nothing is stored in {report.bulk_url} yet")
@@ -95,31 +79,18 @@ def _totals(out: Printer, report: AuditReport) -> None:
 
 
 def _namespaces(out: Printer, report: AuditReport, limit: int) -> None:
+    now_s = report.made_s
     columns = (
         "namespace", "model", "tenant", ">bytes", ">chunks", ">hits", ">faults", ">last used",
         ">used", ">prefixes", ">tokens", ">newest", ">oldest",
     )  # fmt: skip
-    rows = [_namespace_row(one, report.made_s) for one in report.namespaces[:limit]]
-    out.table(columns, rows)
-    _more(out, len(report.namespaces) - limit)
-
-
-def _namespace_row(one: NamespaceAudit, now_s: int) -> Sequence[object]:
-    return (
-        one.namespace,
-        one.model if one.is_known else one.problem,
-        one.tenant,
-        size(one.nbytes),
-        one.chunks,
-        one.hits,
-        one.faults,
-        age(one.last_used_s, now_s),
-        one.used_chunks,
-        one.roots,
-        one.tokens,
-        age(one.newest_s, now_s),
-        age(one.oldest_s, now_s),
-    )
+    rows = [
+        (one.namespace, one.model if one.is_known else one.problem, one.tenant, size(one.nbytes),
+         one.chunks, one.hits, one.faults, age(one.last_used_s, now_s), one.used_chunks, one.roots,
+         one.tokens, age(one.newest_s, now_s), age(one.oldest_s, now_s))
+        for one in report.namespaces[:limit]
+    ]  # fmt: skip
+    _table(out, columns, rows, len(report.namespaces))
 
 
 def _tenants(out: Printer, report: AuditReport, limit: int) -> None:
@@ -128,20 +99,12 @@ def _tenants(out: Printer, report: AuditReport, limit: int) -> None:
     out.line()
     columns = ("tenant", ">bytes", ">quota", ">month", ">unused", ">hits", ">chunks", ">namespaces")
     rows = [
-        (
-            one.tenant if one.tenant is not None else "(unknown)",
-            size(one.nbytes),
-            size(one.quota_bytes),
-            dollars(one.month),
-            size(one.unused_bytes),
-            one.hits,
-            one.chunks,
-            one.namespaces,
-        )
+        ("(unknown)" if one.tenant is None else one.tenant, size(one.nbytes),
+         size(one.quota_bytes), dollars(one.month), size(one.unused_bytes), one.hits, one.chunks,
+         one.namespaces)
         for one in report.tenants[:limit]
-    ]
-    out.table(columns, rows)
-    _more(out, len(report.tenants) - limit)
+    ]  # fmt: skip
+    _table(out, columns, rows, len(report.tenants))
 
 
 def _roots(out: Printer, report: AuditReport, limit: int) -> None:
@@ -152,23 +115,14 @@ def _roots(out: Printer, report: AuditReport, limit: int) -> None:
         "largest prefixes", "namespace", ">bytes", ">hits", "~notes", ">last used", ">chunks",
         ">shared", ">ends",
     )  # fmt: skip
-    rows = [_root_row(one, report.made_s) for one in report.roots[:limit]]
-    out.table(columns, rows)
-    _more(out, report.totals.roots - limit)
-
-
-def _root_row(one: Branch, now_s: int) -> Sequence[object]:
-    return (
-        one.hash,
-        one.namespace,
-        size(one.tree_bytes),
-        one.tree_hits,
-        f"unusable: tokens before {one.token_start:,} are gone" if one.token_start else "",
-        age(one.last_used_s, now_s),
-        one.tree_chunks,
-        counted(one.token_end - one.token_start, "token"),
-        one.leaves,
-    )
+    rows = [
+        (one.hash, one.namespace, size(one.tree_bytes), one.tree_hits,
+         f"unusable: tokens before {one.token_start:,} are gone" if one.token_start else "",
+         age(one.last_used_s, report.made_s), one.tree_chunks,
+         counted(one.token_end - one.token_start, "token"), one.leaves)
+        for one in report.roots[:limit]
+    ]  # fmt: skip
+    _table(out, columns, rows, report.totals.roots)
 
 
 def _findings(out: Printer, report: AuditReport, limit: int) -> None:
@@ -199,9 +153,13 @@ def _named(first: Sequence[Finding], limit: int) -> list[Finding]:
     return [first[place] for place in sorted(place for _, place in sorted(turns)[:limit])]
 
 
-def _more(out: Printer, omitted: int) -> None:
-    if omitted > 0:
-        out.line(f"{omitted:,} more")
+def _table(
+    out: Printer, columns: Sequence[str], rows: Sequence[Sequence[object]], every: int
+) -> None:
+    """Print the first rows of a table that has ``every``."""
+    out.table(columns, rows)
+    if every > len(rows):
+        out.line(f"{every - len(rows):,} more")
 
 
 def _counted(value: int | None, one: str) -> str:
@@ -227,8 +185,8 @@ def _answers(out: Printer, report: AuditReport, limit: int) -> None:
              moment(pin.created_s), moment(pin.until_s))
             for pin in report.pins[:limit]
         ]  # fmt: skip
-        out.table(("pinned", "namespace", ">tokens", "by", "since", "until"), rows)
-        _more(out, len(report.pins) - limit)
+        columns = ("pinned", "namespace", ">tokens", "by", "since", "until")
+        _table(out, columns, rows, len(report.pins))
 
 
 def _saved(savings: SavingsAudit) -> str:
@@ -275,11 +233,8 @@ def audit(
     """
     if html is not None:
         check_file("--html", html)
-    with (
-        upkeep(session, "audit", writes=False, namespace=namespace) as run,
-        closing(Inventory()) as inventory,
-    ):
-        walk = run.walk(inventory)
+    with upkeep(session, "audit", writes=False, namespace=namespace) as run:
+        walk = run.walk()
         for what, units in audit_stages(walk):
             run.run(what, units)
         if run.pool.ending != "complete":

@@ -5,7 +5,6 @@ Benchmarks of objkv itself are in the project's ``benchmarks`` folder.
 
 from collections.abc import Generator, Iterable
 from contextlib import closing
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated
@@ -27,21 +26,6 @@ from objkv.ops.bench.measure import (
     bench_store,
 )
 from objkv.telemetry import NullRecorder
-
-
-@dataclass(frozen=True, slots=True)
-class BenchReport:
-    """The result of one run."""
-
-    objkv: str
-    quick: bool
-    """Whether sizes were small: then the figures show only that it works."""
-    bulk: str
-    """URLs without passwords."""
-    index: str
-    agent: str | None
-    """Socket of the agent; null if none was measured."""
-    rows: tuple[BenchRow, ...]
 
 
 @command
@@ -67,9 +51,9 @@ def bench(
         )
         socket = None
     public, found = config.public(), list[BenchRow]()
-    bulk, index = public["bulk_url"], public["index_url"]
+    where = {"bulk": public["bulk_url"], "index": public["index_url"], "agent": socket}
     if not out.machine:
-        out.line(f"bulk {bulk}, index {index}, agent {socket or 'none'}", "dim")
+        out.line(", ".join(f"{name} {place or 'none'}" for name, place in where.items()), "dim")
         out.line(_line("", ("p50", "p95", "p99"), ""), "bold")
     with ending_in_order(), closing(_rows(config, socket, QUICK if quick else FULL)) as rows:
         while True:
@@ -80,11 +64,8 @@ def bench(
             found.append(row)
             if not out.machine:
                 out.line(_line(row.name, map(_figure, (row.p50, row.p95, row.p99)), row.unit))
-    if out.machine:
-        agent = None if socket is None else str(socket)
-        version = metadata.version("objkv")
-        out.document(BenchReport(version, quick, bulk, index, agent, tuple(found)))
-    elif quick:
+    report = {"objkv": metadata.version("objkv"), "quick": quick, **where, "rows": found}
+    if not out.document(report) and quick:
         out.line("--quick: the sizes are too small for meaningful figures.", "yellow")
     return FINE
 

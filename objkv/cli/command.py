@@ -69,8 +69,7 @@ class EndSignal:
 
 @contextmanager
 def end_signals() -> Iterator[EndSignal]:
-    """What SIGTERM (Kubernetes, systemd) and Ctrl-C set. A process that ignores SIGINT keeps
-    ignoring it."""
+    """What SIGTERM (Kubernetes, systemd) and Ctrl-C set, but for a process that ignores SIGINT."""
     fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
     numbers = [signal.SIGTERM]
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
@@ -107,7 +106,6 @@ class Session:
 
     @property
     def config(self) -> "Config":
-        """The settings."""
         return self.resolved.config
 
     def backends(self, *, may_lack_bulk: bool = False) -> "Backends":
@@ -150,11 +148,9 @@ def require_role(session: Session, doing: str, typed: str = "") -> None:
 
 
 def command(work: Callable[..., int]) -> Callable[..., None]:
-    """Turn ``work(session, its own options…)``, which returns an exit code, into a command.
-
-    Adds the common options. A parameter whose type is a dataclass stands for the options that are
-    its fields. An error becomes one sentence on standard error and an exit code.
-    """
+    """Turn ``work(session, its own options…)``, which returns an exit code, into a command. Adds
+    the common options. A parameter whose type is a dataclass stands for the options that are its
+    fields. An error becomes one sentence on standard error and an exit code."""
     own = list(inspect.signature(work).parameters.values())[1:]
     keyword = inspect.Parameter.KEYWORD_ONLY
     own.append(inspect.Parameter("common", keyword, annotation=CommonOptions))

@@ -1,58 +1,50 @@
-"""``objkv demo``: one replica reuses KV that another one computed, on this machine."""
+"""``objkv demo`` and ``objkv gpu-check``: replicas on this machine that share KV."""
 
 import errno
 import json
+import os
 import shlex
 import shutil
 import sys
+import tempfile
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from objkv.assembly.backends import open_backends
 from objkv.cli.command import FINE, FOUND, INTERRUPTED, Session, command, ending_in_order
 from objkv.cli.output import Printer, plain
-from objkv.config import cache_folder, load_config
+from objkv.config import cache_folder, load_config, make_private
 from objkv.errors import ConfigError, pip_install
-from objkv.ops.demo import (
-    DemoFolder,
-    DemoReport,
-    DemoRow,
-    DemoStore,
-    Size,
-    prompts_of,
-    show_replicas,
-)
+from objkv.ops.demo import DemoFolder, DemoReport, DemoStore, Size, prompts_of, show_replicas
 from objkv.ops.doctor.settings import installed_version
 from objkv.ops.formats import printable, size
+from objkv.ops.gpu_check import GpuCheck, GpuReport, run_check
 from objkv.ops.programs import ProgramFailed
 from objkv.ops.replica import CONNECTOR
 from objkv.telemetry import NullRecorder
 
+_MODEL = "Qwen/Qwen3-0.6B"
 _COLUMNS = (
     "prompt", ">tokens", ">served by objkv", ">recompute", ">A", ">B", ">speed-up", "same answer",
 )  # fmt: skip
 
 
-def report_document(report: DemoReport) -> dict[str, Any]:
-    """The whole report with its conclusions, as JSON values."""
-    document: dict[str, Any] = plain(report)
-    for row, shown in zip(report.rows, document["rows"], strict=True):
-        shown["speed_up"] = row.speed_up
-    for name in ("speed_up_median", "identical", "served", "fine"):
-        document[name] = getattr(report, name)
-    return document
-
-
 def print_report(out: Printer, report: DemoReport) -> None:
-    """Print the table and its conclusions."""
     out.line()
     out.line("Time to first token, in seconds", "bold")
     out.line("recompute: without objkv. A: computes and saves. B: loads the KV that A saved.")
     out.line()
-    out.table(_COLUMNS, [_row(row) for row in report.rows])
+    rows = [
+        (row.prompt, row.prompt_tokens, row.served_tokens, f"{row.recompute_s:.2f}",
+         None if row.first_s is None else f"{row.first_s:.2f}", f"{row.second_s:.2f}",
+         f"{row.speed_up:.1f}x", "yes" if row.identical else "no")
+        for row in report.rows
+    ]  # fmt: skip
+    out.table(_COLUMNS, rows)
     out.line()
     stored = report.stored
     out.line(
@@ -81,19 +73,6 @@ def print_failure(what: str, failed: ProgramFailed) -> None:
     sys.stderr.write(f"objkv: {what}; its last lines:\n")
     for line in failed.tail().splitlines():
         sys.stderr.write(f"  {printable(line)}\n")
-
-
-def _row(row: DemoRow) -> tuple[object, ...]:
-    return (
-        row.prompt,
-        row.prompt_tokens,
-        row.served_tokens,
-        f"{row.recompute_s:.2f}",
-        None if row.first_s is None else f"{row.first_s:.2f}",
-        f"{row.second_s:.2f}",
-        f"{row.speed_up:.1f}x",
-        "yes" if row.identical else "no",
-    )
 
 
 @command
@@ -139,7 +118,7 @@ def demo(
 def _show(out: Printer, length: Size, place: DemoFolder) -> DemoReport:
     with out.stages() as report_stage:
         report = show_replicas(length, place, report_stage, lambda: count_stored(place))
-    if not out.document(report_document(report)):
+    if not out.document(report):
         print_report(out, report)
         _print_next(out, length, place)
     return report
@@ -173,7 +152,6 @@ def _serve() -> str:
 
 
 def count_stored(place: DemoFolder) -> DemoStore:
-    """Return the totals of the replicas' store."""
     with open_backends(load_config(environ=place.settings), NullRecorder()) as backends:
         names = backends.index.namespaces()
         records = {one.prefix_hash: one for name in names for one in backends.index.scan(name)}
@@ -183,3 +161,68 @@ def count_stored(place: DemoFolder) -> DemoStore:
         nbytes=sum(one.nbytes for one in records.values()),
         settings=place.settings,
     )
+
+
+def print_gpu_report(out: Printer, report: GpuReport) -> None:
+    gpu = report.gpu
+    out.line(f"objkv {report.objkv} on {gpu.device}, model {report.model}", "bold")
+    out.line("; ".join(f"{name} {text}" for name, text in gpu.about.items()), "dim")
+    for name, rate in (("to device", gpu.to_device_gb_s), ("to host", gpu.to_host_gb_s)):
+        of = f", {rate / gpu.link_gb_s:.0%} of its link ({gpu.link})" if gpu.link_gb_s else ""
+        out.line(f"copies {name}: {rate:.1f} GB/s{of}")
+    out.table(("replicas", "", "~"), [
+        (case.name, "ok" if case.ok else "failed", case.detail) for case in report.cases
+    ])  # fmt: skip
+    for line in report.failure.splitlines():
+        out.line(line, "bold red")
+
+
+def _model(name: str | None, *, is_random: bool) -> str | None:
+    """Return the name or folder of the replicas' model, None for one with random weights."""
+    if is_random and name is not None:
+        raise ConfigError("--model: --random brings a model of its own")
+    if name is not None and name.startswith(("/", ".", "~")):
+        folder = Path(os.path.expanduser(name))
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"--model {name}: this folder has no config.json")
+        return str(folder)
+    return None if is_random else name or _MODEL
+
+
+@command
+def gpu_check(
+    session: Session,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Model of the replicas: a name on Hugging Face, or a folder. Default: {_MODEL}."
+        ),
+    ] = None,
+    random: Annotated[
+        bool, typer.Option("--random", help="Use a model with random weights. Needs no network.")
+    ] = False,
+) -> int:
+    """Check on this machine's GPU that replicas share KV and give the same answers.
+
+    Takes up to 15 minutes and needs vLLM. Prints the copy rates to and from the GPU, too.
+    """
+    name = _model(model, is_random=random)
+    if find_spec("torch") is None or find_spec("vllm") is None:
+        raise ConfigError(f"gpu-check needs vLLM: {pip_install('vllm')}")
+    models = cache_folder() / "demo" / "models"
+    make_private(cache_folder())
+    with (
+        ending_in_order(),
+        tempfile.TemporaryDirectory(dir=cache_folder(), prefix="gpu-check-") as folder,
+    ):
+        try:
+            with session.out.stages() as report_stage:
+                check = GpuCheck(name, Path(folder), models, report_stage)
+                report = run_check(check, metadata.version("objkv"))
+        except ProgramFailed as exc:  # its log is deleted with the folder
+            print_failure(exc.what, exc)
+            return FOUND
+    passed = not report.failure and all(case.ok for case in report.cases)
+    if not session.out.document({**plain(report), "passed": passed}):
+        print_gpu_report(session.out, report)
+    return FINE if passed else FOUND

@@ -6,13 +6,7 @@ from typing import Annotated, Final
 
 import typer
 
-from objkv.assembly.backends import (
-    describe_index,
-    open_bulk,
-    open_hot,
-    open_index,
-    read_lifecycle,
-)
+from objkv.assembly.backends import describe_index, open_bulk, open_hot, open_index, read_lifecycle
 from objkv.assembly.seal import open_seal
 from objkv.cli.command import FINE, FOUND, UNREACHABLE, WRONG_USAGE, Session, command
 from objkv.cli.output import Printer
@@ -137,8 +131,7 @@ def _print(out: Printer, report: DoctorReport, *, everything: bool) -> None:
 
 
 def _check_rows(checks: Sequence[Check], *, everything: bool) -> Iterator[tuple[str, str, str]]:
-    """Yield a row for each problem, the worst first, with what to do below it; then one for the
-    passed checks of each area."""
+    """Yield each problem, the worst first, with what to do; then each area's passed checks."""
     groups: dict[tuple[str, ...], list[Check]] = {}
     for check in sorted(checks, key=lambda one: _WORST_FIRST.index(one.status)):
         is_short = check.status == "ok" and not everything

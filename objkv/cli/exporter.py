@@ -20,8 +20,7 @@ from objkv.cli.options import time_option
 from objkv.errors import ConfigError, StoreUnavailable
 from objkv.ops.backends_view import BackendsView
 from objkv.ops.exporter.metrics import StoreCollector
-from objkv.ops.exporter.scan import Scans
-from objkv.ops.exporter.watch import Asks, BackendsWatch, End
+from objkv.ops.exporter.watch import BackendsWatch, End, Scans
 from objkv.telemetry import NullRecorder
 
 PORT = 9108
@@ -51,22 +50,10 @@ def exporter(
     """Serve store and index metrics to Prometheus."""
     logging.basicConfig(format="%(asctime)s %(levelname)s objkv: %(message)s")
     with open_backends(session.config, NullRecorder(), logs=False) as backends:
-        watch = BackendsWatch(
-            _asks(session, backends), every_s=every, late_s=max(every, _LATE_MIN_S)
-        )
-        scans = None
+        watch, scans = _watch(session, backends, every), None
         if scan_every is not None:
-            scans = Scans(
-                BackendsView.of(
-                    session.config,
-                    (backends.bulk, None),
-                    backends.index,
-                    backends.admin,
-                    command="exporter",
-                ),
-                every_s=scan_every,
-                grace_s=session.config.sweep_grace_s,
-            )
+            view = BackendsView.of(session.config, backends, "exporter")
+            scans = Scans(view, every_s=scan_every, grace_s=session.config.sweep_grace_s)
         registry = CollectorRegistry()
         registry.register(StoreCollector(session.config, watch, scans))
         if once:
@@ -112,24 +99,19 @@ def _print_once(
     with session.out.waiting("checking store and index"):
         if scans is not None:
             scans.scan()
-        # The bulk store last: its documents name the owners of the namespaces found so far.
-        for end in sorted(watch.ends, key=lambda end: end == "bulk"):
-            watch.ask(end)
-    if session.out.machine:
-        session.out.document(
-            [
-                {"name": sample.name, "labels": sample.labels, "value": sample.value}
-                for family in registry.collect()
-                for sample in family.samples
-            ]
-        )
-    else:
+        watch.ask_all()
+    samples = [
+        {"name": sample.name, "labels": sample.labels, "value": sample.value}
+        for family in registry.collect()
+        for sample in family.samples
+    ]
+    if not session.out.document(samples):
         sys.stdout.write(generate_latest(registry).decode())
 
 
-def _asks(session: Session, backends: Backends) -> Asks:
+def _watch(session: Session, backends: Backends, every_s: float) -> BackendsWatch:
     config = session.config
-
+    is_own_index = config.index_url.startswith("bulk:")
     was_there = False
 
     def check_bulk() -> None:
@@ -143,7 +125,7 @@ def _asks(session: Session, backends: Backends) -> Asks:
     def check_index() -> None:
         if config.index_url.startswith("sqlite:"):
             backends.index.usage()  # a check would write
-        elif config.index_url.startswith("bulk:"):
+        elif is_own_index:
             check_bulk()
         else:
             backends.index.check()
@@ -151,9 +133,11 @@ def _asks(session: Session, backends: Backends) -> Asks:
     checks: dict[End, Callable[[], None]] = {"bulk": check_bulk, "index": check_index}
     if backends.hot is not None:
         checks["hot"] = backends.hot.check
-    return Asks(
+    return BackendsWatch(
         checks,
-        usage=None if config.index_url.startswith("bulk:") else backends.index.usage,
+        backends.bulk,
+        usage=None if is_own_index else backends.index.usage,
         facts=lambda: describe_index(config),
-        documents=backends.bulk,
+        every_s=every_s,
+        late_s=max(every_s, _LATE_MIN_S),
     )

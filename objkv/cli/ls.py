@@ -11,12 +11,12 @@ from objkv.cli.command import FINE, Session, command
 from objkv.cli.output import Printer, counted
 from objkv.cli.upkeep import WORKERS
 from objkv.errors import ConfigError
-from objkv.ops.backends_view import stored_namespaces
+from objkv.ops.backends_view import BackendsView, stored_namespaces
 from objkv.ops.formats import age, size
 from objkv.ops.inventory.file import Inventory
 from objkv.ops.inventory.tree import Branch, PrefixSummary, branches, make_tree
 from objkv.ops.inventory.tree import prefixes as list_prefixes
-from objkv.ops.inventory.walk import ReadView, Walk, WalkScope, find_scope
+from objkv.ops.inventory.walk import Walk, WalkScope, find_scope
 from objkv.ops.listing import (
     NamespaceSummary,
     TenantTotals,
@@ -46,12 +46,10 @@ def ls(
         ),
     ] = None,
     namespace_option: Annotated[
-        str | None,
-        typer.Option("--namespace", "-n", help="The same as NAMESPACE.", metavar="NS"),
+        str | None, typer.Option("--namespace", "-n", help="The same as NAMESPACE.", metavar="NS")
     ] = None,
     prefixes: Annotated[
-        bool,
-        typer.Option("--prefixes", help="List prefixes, in all namespaces if none is given."),
+        bool, typer.Option("--prefixes", help="List prefixes, in all namespaces if none is given.")
     ] = False,
     tree: Annotated[
         bool, typer.Option("--tree", help="Draw prefixes as a tree of shared chunks.")
@@ -107,17 +105,16 @@ def _note_mismatch(
         )
 
 
-def _nothing(session: Session, source: str) -> str:
-    urls = session.config.public()
-    own = urls["index_url"] == "bulk:"
-    return f"nothing is stored in {urls['bulk_url' if own else f'{source}_url']} yet"
+def _view(backends: "Backends", *, is_own_index: bool) -> BackendsView:
+    """Return a view for reading, without retries."""
+    return BackendsView(backends.bulk, None, backends.index, is_own_index, ttl_s=0, owner="ls")
 
 
 def _counted(
     session: Session, backends: "Backends", namespace: str | None
 ) -> list[NamespaceSummary]:
     """Count the payloads in the bulk store, whatever the index knows."""
-    view = ReadView(backends.bulk, backends.index, is_own_index=True)
+    view = _view(backends, is_own_index=True)
     if namespace is not None:
         namespace = find_namespace(view.bulk, view.index, namespace)
     with closing(Inventory()) as inventory:
@@ -134,58 +131,23 @@ def _walked(session: Session, what: str, units: Iterable[Unit]) -> None:
         raise KeyboardInterrupt
 
 
-def _show_chunks(
-    session: Session, backends: "Backends", namespace: str | None, limit: int, *, tree: bool
-) -> None:
-    """Show the tree of prefixes, or its chains, of one namespace or of all."""
-    if namespace is None:
-        names = backends.index.namespaces()
-    else:
-        names = [find_namespace(backends.bulk, backends.index, namespace)]
-    view = ReadView(backends.bulk, backends.index, is_own_index=False)
-    scope = WalkScope(namespaces={}, old=frozenset(), indexed=names)
-    with closing(Inventory()) as inventory:
-        _walked(session, "reading the index", Walk(view, inventory, scope).records())
-        with session.out.waiting("joining chunks"):
-            make_tree(inventory, "recorded")
-        [(every, ends)] = inventory.run(
-            "SELECT count(*), count(CASE branches WHEN 0 THEN 1 END) FROM temp.branches"
-        )
-        only = None if namespace is None else names[0]
-        _note_mismatch(session, backends, {*names} if every else set(), only)
-        if tree:
-            found = (one for name in names for one in branches(inventory, name))
-            shown = list(islice(found, limit))
-            _show_tree(session, shown, every - len(shown))
-        else:
-            chains = (one for name in names for one in list_prefixes(inventory, name))
-            some = list(islice(chains, limit))
-            _show_prefixes(session, some, ends - len(some))
-
-
 def _show_namespaces(
     session: Session, found: Sequence[NamespaceSummary], limit: int, *, source: str
 ) -> None:
     out, shown, omitted = session.out, found[:limit], max(0, len(found) - limit)
     tenants, quota_bytes = list_tenants(found), session.config.quota_bytes
-    if out.machine:
-        out.document(
-            {
-                "source": source,
-                "namespaces": shown,
-                "omitted": omitted,
-                "tenants": tenants,
-                "quota_bytes": quota_bytes,
-            }
-        )
+    document = {"source": source, "namespaces": shown, "omitted": omitted, "tenants": tenants}
+    if out.document({**document, "quota_bytes": quota_bytes}):
         return
-    if not shown:
-        out.line(_nothing(session, source))
-    else:
-        columns = ["namespace", "model", "tenant", ">bytes", ">payloads", ">chunk", "kv dtype"]
-        if source == "bulk":
-            columns += [">chunks", ">tokens", ">newest", ">oldest"]
-        out.table(columns, [_namespace_row(one)[: len(columns)] for one in shown])
+    columns = ["namespace", "model", "tenant", ">bytes", ">payloads", ">chunk", "kv dtype"]
+    if source == "bulk":
+        columns += [">chunks", ">tokens", ">newest", ">oldest"]
+    rows = [
+        (one.namespace, one.model, one.tenant, size(one.nbytes), one.payloads, one.chunk_tokens,
+         one.kv_dtype, one.chunks, one.tokens, age(one.newest_s), age(one.oldest_s))
+        for one in shown
+    ]  # fmt: skip
+    _print(session, columns, [row[: len(columns)] for row in rows], source)
     for summary in shown:
         if summary.problem:
             out.line(f"{summary.namespace}: {summary.problem}", "yellow")
@@ -202,62 +164,53 @@ def _tenant_line(usage: TenantTotals, quota_bytes: int) -> str:
     return f"{name}: {size(usage.nbytes)}{of}, {counted(usage.payloads, 'payload')}; {when}"
 
 
-def _namespace_row(summary: NamespaceSummary) -> Sequence[object]:
-    return (
-        summary.namespace,
-        summary.model,
-        summary.tenant,
-        size(summary.nbytes),
-        summary.payloads,
-        summary.chunk_tokens,
-        summary.kv_dtype,
-        summary.chunks,
-        summary.tokens,
-        age(summary.newest_s),
-        age(summary.oldest_s),
-    )
+def _show_chunks(
+    session: Session, backends: "Backends", namespace: str | None, limit: int, *, tree: bool
+) -> None:
+    """Show the tree of prefixes, or its chains, of one namespace or of all."""
+    if namespace is None:
+        names = backends.index.namespaces()
+    else:
+        names = [find_namespace(backends.bulk, backends.index, namespace)]
+    # The index of a folder that is its own counts no hits.
+    view = _view(backends, is_own_index=session.config.index_url.startswith("bulk:"))
+    scope = WalkScope(namespaces={}, old=frozenset(), indexed=names)
+    with closing(Inventory()) as inventory:
+        _walked(session, "reading the index", Walk(view, inventory, scope).records())
+        with session.out.waiting("joining chunks"):
+            make_tree(inventory, "recorded")
+        [(every, ends)] = inventory.run(
+            "SELECT count(*), count(CASE branches WHEN 0 THEN 1 END) FROM temp.branches"
+        )
+        only = None if namespace is None else names[0]
+        _note_mismatch(session, backends, {*names} if every else set(), only)
+        if tree:
+            found = (one for name in names for one in branches(inventory, name))
+            drawn = list(islice(found, limit))
+            key, omitted, table = "branches", every - len(drawn), _tree(drawn)
+        else:
+            chains = (one for name in names for one in list_prefixes(inventory, name))
+            some = list(islice(chains, limit))
+            key, omitted, table = "prefixes", ends - len(some), _prefixes(some)
+    if not session.out.document({key: drawn if tree else some, "omitted": omitted}):
+        _print(session, *table, "index")
+        _print_omitted(session.out, omitted)
 
 
-def _show_prefixes(session: Session, shown: Sequence[PrefixSummary], omitted: int) -> None:
-    out = session.out
-    if out.document({"prefixes": shown, "omitted": omitted}):
-        return
-    if not shown:
-        out.line(_nothing(session, "index"))
-        return
+def _prefixes(shown: Sequence[PrefixSummary]) -> tuple[Sequence[str], list[tuple[object, ...]]]:
     columns = (
         "namespace", "leaf", ">tokens", ">bytes", ">hits", "~notes", ">newest", ">chunks", "root",
         ">oldest",
     )  # fmt: skip
-    out.table(columns, [_prefix_row(prefix) for prefix in shown])
-    _print_omitted(out, omitted)
+    return columns, [
+        (one.namespace, one.leaf, one.token_end - one.token_start, size(one.nbytes), one.hits,
+         _notes(one.pinned, one.token_start), age(one.newest_s), one.chunks, one.root,
+         age(one.oldest_s))
+        for one in shown
+    ]  # fmt: skip
 
 
-def _prefix_row(prefix: PrefixSummary) -> Sequence[object]:
-    notes = ["pinned"] if prefix.pinned else []
-    if prefix.token_start:
-        notes.append(f"unusable: tokens before {prefix.token_start:,} are gone")
-    return (
-        prefix.namespace,
-        prefix.leaf,
-        prefix.token_end - prefix.token_start,
-        size(prefix.nbytes),
-        prefix.hits,
-        ", ".join(notes),
-        age(prefix.newest_s),
-        prefix.chunks,
-        prefix.root,
-        age(prefix.oldest_s),
-    )
-
-
-def _show_tree(session: Session, shown: Sequence[Branch], omitted: int) -> None:
-    out = session.out
-    if out.document({"branches": shown, "omitted": omitted}):
-        return
-    if not shown:
-        out.line(_nothing(session, "index"))
-        return
+def _tree(shown: Sequence[Branch]) -> tuple[Sequence[str], list[tuple[object, ...]]]:
     columns = (
         "=prefix", ">tokens", ">chunks", ">with all below", ">hits", "~notes", ">newest", ">ends",
     )  # fmt: skip
@@ -269,26 +222,31 @@ def _show_tree(session: Session, shown: Sequence[Branch], omitted: int) -> None:
             rows.append((name, *[""] * (len(columns) - 1)))
         is_last = last[name, one.parent] == one.id
         lines[one.id] = lines[one.parent] + ("   " if is_last else "│  ")
-        rows.append(_branch_row(one, lines[one.parent] + ("└─ " if is_last else "├─ ")))
-    out.table(columns, rows)
-    _print_omitted(out, omitted)
+        drawn = lines[one.parent] + ("└─ " if is_last else "├─ ")
+        notes = _notes(one.pinned, one.token_start if one.parent is None else 0)
+        rows.append(
+            (f"{drawn}{one.hash}", f"{one.token_start:,}-{one.token_end:,}", one.chunks,
+             size(one.tree_bytes), one.hits, notes, age(one.newest_s), one.leaves)
+        )  # fmt: skip
+    return columns, rows
 
 
-def _branch_row(one: Branch, lines: str) -> tuple[object, ...]:
-    """``lines``: the lines that lead to the branch."""
-    notes = ["pinned"] if one.pinned else []
-    if one.parent is None and one.token_start:
-        notes.append(f"unusable: tokens before {one.token_start:,} are gone")
-    return (
-        f"{lines}{one.hash}",
-        f"{one.token_start:,}-{one.token_end:,}",
-        one.chunks,
-        size(one.tree_bytes),
-        one.hits,
-        ", ".join(notes),
-        age(one.newest_s),
-        one.leaves,
-    )
+def _notes(pinned: bool, gone: int) -> str:
+    """``gone``: tokens before the first stored chunk."""
+    notes = ["pinned"] * pinned + [f"unusable: tokens before {gone:,} are gone"] * bool(gone)
+    return ", ".join(notes)
+
+
+def _print(
+    session: Session, columns: Sequence[str], rows: Sequence[Sequence[object]], source: str
+) -> None:
+    urls = session.config.public()
+    if rows:
+        session.out.table(columns, rows)
+    else:
+        own = urls["index_url"] == "bulk:"
+        url = urls["bulk_url" if own else f"{source}_url"]
+        session.out.line(f"nothing is stored in {url} yet")
 
 
 def _print_omitted(out: Printer, omitted: int) -> None:

@@ -58,7 +58,8 @@ def match(
         session.out.document({**plain(report), **more})
         return FINE
     found = found_chunks(report, memory) * report.chunk_tokens
-    _print(session.out, report, found if why is None else why.served_tokens)
+    has_hits = not session.config.index_url.startswith("bulk:")
+    _print(session.out, report, found if why is None else why.served_tokens, has_hits=has_hits)
     if memory is not None:
         session.out.line(
             f"{memory.resident_payloads:,} of {counted(memory.payloads, 'payload')} are in this "
@@ -105,28 +106,22 @@ def _print_reason(out: Printer, why: Explanation, report: MatchReport) -> None:
         out.line(f"  unknown: {text}")
 
 
-def _print(out: Printer, report: MatchReport, served_tokens: int) -> None:
-    """Print all chunks, and that the first ``served_tokens`` tokens would be served."""
+def _print(out: Printer, report: MatchReport, served_tokens: int, *, has_hits: bool) -> None:
+    """Print all chunks, and that the first ``served_tokens`` tokens would be served.
+    ``has_hits``: whether the index counts hits."""
     out.line(f"namespace {report.namespace}, model {report.model}")
     out.line()
     if report.chunks:
         columns = (">tokens", "hash", "recorded", "served", ">bytes", ">hits", ">age", "payloads")
-        out.table(
-            columns,
-            [
-                (
-                    f"{chunk.token_start:,}-{chunk.token_end:,}",
-                    chunk.prefix_hash.hex(),
-                    _stored(chunk.payloads, chunk.groups_missing),
-                    "yes" if chunk.token_end <= served_tokens else "no",
-                    size(chunk.nbytes) if chunk.payloads else "-",
-                    chunk.hits,
-                    age(chunk.created_s),
-                    " ".join(chunk.payloads),
-                )
-                for chunk in report.chunks
-            ],
-        )
+        rows = [
+            (f"{chunk.token_start:,}-{chunk.token_end:,}", chunk.prefix_hash.hex(),
+             _stored(chunk.payloads, chunk.groups_missing),
+             "yes" if chunk.token_end <= served_tokens else "no",
+             size(chunk.nbytes) if chunk.payloads else "-", chunk.hits if has_hits else None,
+             age(chunk.created_s), " ".join(chunk.payloads))
+            for chunk in report.chunks
+        ]  # fmt: skip
+        out.table(columns, rows)
         out.line()
     parts = [_chunks_text(report)]
     if rest := report.prompt_tokens - len(report.chunks) * report.chunk_tokens:

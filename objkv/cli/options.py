@@ -30,8 +30,6 @@ Namespace = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class CommonOptions:
-    """The options of every command."""
-
     bulk_url: Annotated[
         str | None, typer.Option(help="Bulk store; overrides OBJKV_BULK_URL.", metavar="URL")
     ] = None
@@ -58,7 +56,6 @@ class CommonOptions:
 
     @property
     def form(self) -> Output:
-        """The form of the result."""
         return "json" if self.json else self.output or "table"
 
 
@@ -93,8 +90,7 @@ def time_option(
 
 
 def socket_option(text: str, *names: str) -> Any:
-    """Return an option that takes the path of a socket, also in the form of the setting ``agent``,
-    ``unix:///path``."""
+    """Return an option for the path of a socket, also as in the setting ``agent``."""
     return typer.Option(
         *names, help=text, metavar="PATH", parser=lambda path: Path(path.removeprefix("unix://"))
     )

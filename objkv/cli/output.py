@@ -14,7 +14,6 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
@@ -34,15 +33,8 @@ plain = partial(to_jsonable_python, bytes_mode="hex")
 """Converts a value to JSON values: dataclasses to objects, bytes to hex."""
 _STYLES = {
     "ok": "green",
-    "warning": "yellow",
-    "warnings": "yellow",
-    "not checked": "yellow",
-    "full": "bold red",
-    "failed": "bold red",
-    "denied": "bold red",
-    "unreachable": "bold red",
-    "corrupt": "bold red",
-    "missing": "bold red",
+    **dict.fromkeys(("warning", "warnings", "not checked"), "yellow"),
+    **dict.fromkeys(("full", "failed", "denied", "unreachable", "corrupt", "missing"), "bold red"),
 }
 
 
@@ -77,11 +69,8 @@ class Printer:
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         """Print rows. ``>`` before a column's name aligns it right; such columns (numbers) are
         never cut. ``=`` neither aligns nor cuts. ``~`` lets a column wrap between words. A table
-        whose columns all lack names has no header.
-
-        On a terminal, hashes are shortened, names are cut, and the last columns are left out if
-        there is no room.
-        """
+        whose columns all lack names has no header. On a terminal, hashes are shortened, names are
+        cut, and the last columns are left out if there is no room."""
         is_fitted = not self._wide and sys.stdout.isatty()
         width = shutil.get_terminal_size().columns if is_fitted else None
         table = rich_table(columns, rows, width)
@@ -105,17 +94,10 @@ class Printer:
     def steps(self, what: str) -> Iterator[Callable[[int, int | None], None]]:
         """Yield a function that takes the number of entries done and of all, None if the latter is
         unknown. Shown on a terminal only."""
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
-        disable = not self._progress.is_terminal
-        with Progress(
-            *columns, console=self._progress, transient=True, disable=disable
-        ) as progress:
+        console, numbers = self._progress, (MofNCompleteColumn(), TimeElapsedColumn())
+        columns = ("{task.description}", BarColumn(), *numbers, TimeRemainingColumn())
+        disable = not console.is_terminal
+        with Progress(*columns, console=console, transient=True, disable=disable) as progress:
             task = progress.add_task(what, total=None)
             yield lambda done, total: progress.update(
                 task, completed=done, total=None if total is None else max(done, total)
@@ -123,8 +105,7 @@ class Printer:
 
     @contextmanager
     def stages(self) -> Iterator[Callable[[str, str], None]]:
-        """Yield a function that takes who begins which stage. Shown in place on a terminal,
-        otherwise as a line for each."""
+        """Yield a function that takes who begins which stage; shown in place on a terminal."""
         with self._progress.status("") as status:
 
             def report_stage(name: str, stage: str) -> None:

@@ -19,7 +19,7 @@ from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.ops.backends_view import stored_namespaces
 from objkv.ops.formats import moment, size
 from objkv.ops.listing import find_identity, find_namespace
-from objkv.ops.pin import PinList, PinnedPrefix, Pinner, chain_of, list_pins, served_prefix
+from objkv.ops.pin import Pinner, chain_of, list_pins, served_prefix
 from objkv.ops.show import choose_chunk, find_payloads
 
 _LASTS_S_MAX = 10**15
@@ -39,8 +39,7 @@ def pin(
         ),
     ] = None,
     for_: Annotated[
-        float,
-        time_option("Duration of the pin", "--for", least=1, most=_LASTS_S_MAX, shown="7d"),
+        float, time_option("Duration of the pin", "--for", least=1, most=_LASTS_S_MAX, shown="7d")
     ] = 604_800.0,
     by: Annotated[
         str | None,
@@ -84,7 +83,12 @@ def pin(
             f"pinned {done.tokens:,} tokens, {counted(done.chunks, 'chunk')}, "
             f"{size(done.nbytes)}, until {moment(done.until_s)}: {name[:8]} {done.leaf}"
         )
-    return _report_missing(session, done)
+        if done.missing:
+            session.out.line(
+                f"{counted(done.missing, 'chunk was', 'chunks were')} deleted meanwhile; pin again "
+                "after the prefix is saved"
+            )
+    return FOUND if done.missing else FINE
 
 
 @command
@@ -113,54 +117,31 @@ def unpin(
 
 
 def _list(session: Session, namespace: str | None) -> int:
+    out = session.out
     with session.backends() as backends:
         names = _namespaces(backends, namespace)
         found = list_pins(backends.bulk, backends.index, names, now_s=time.time())
-    if not session.out.document(found):
-        _print(session, found)
-    return FOUND if found.problems else FINE
-
-
-def _print(session: Session, found: PinList) -> None:
-    out = session.out
-    if found.pins:
-        out.table(
-            ("namespace", "leaf", ">until", ">tokens", ">bytes", "by", "~notes", ">chunks"),
-            [
-                (
-                    pin.namespace,
-                    pin.leaf,
-                    moment(pin.until_s),
-                    pin.tokens,
-                    size(pin.nbytes),
-                    pin.by,
-                    f"{counted(pin.missing, 'chunk has', 'chunks have')} no record"
-                    if pin.missing
-                    else "",
-                    pin.chunks,
-                )
-                for pin in found.pins
-            ],
-        )
+    code = FOUND if found.problems else FINE
+    if out.document(found):
+        return code
+    rows = []
+    for pin in found.pins:
+        lost = f"{counted(pin.missing, 'chunk has', 'chunks have')} no record" * bool(pin.missing)
+        ends, nbytes = moment(pin.until_s), size(pin.nbytes)
+        row = (pin.namespace, pin.leaf, ends, pin.tokens, nbytes, pin.by, lost, pin.chunks)
+        rows.append(row)
+    columns = ("namespace", "leaf", ">until", ">tokens", ">bytes", "by", "~notes", ">chunks")
+    if rows:
+        out.table(columns, rows)
     else:
         out.line("nothing is pinned")
     for problem in found.problems:
         out.line(problem, "yellow")
+    return code
 
 
 def _pinner(session: Session, backends: Backends) -> Pinner:
     return Pinner(backends.bulk, for_operators(backends.admin), session.config.ttl_s)
-
-
-def _report_missing(session: Session, done: PinnedPrefix) -> int:
-    if not done.missing:
-        return FINE
-    if not session.out.machine:
-        session.out.line(
-            f"{counted(done.missing, 'chunk was', 'chunks were')} deleted meanwhile; pin again "
-            "after the prefix is saved"
-        )
-    return FOUND
 
 
 def _chain(backends: Backends, namespace: str, leaf: bytes) -> list[Record]:

@@ -45,8 +45,7 @@ def prefetch(
     session: Session,
     prompt: PromptOptions,
     path: Annotated[
-        Path | None,
-        socket_option("Socket of the agent. Default: that of OBJKV_AGENT.", "--socket"),
+        Path | None, socket_option("Socket of the agent. Default: that of OBJKV_AGENT.", "--socket")
     ] = None,
     no_wait: Annotated[
         bool, typer.Option("--no-wait", help="Return at once, without waiting for the payloads.")
@@ -95,9 +94,7 @@ def fetch(
     sleep: Callable[[float], None] = time.sleep,
 ) -> PrefetchReport:
     """Prefetch a prompt, and wait for its payloads until shortly after the deadline.
-
-    ``on_progress`` takes the MiB that have arrived and those to expect.
-    """
+    ``on_progress`` takes the MiB that have arrived and those to expect."""
     began = clock()
     answer = api.prefetch(prompt, deadline_s)
     expected = answer.resident_bytes + answer.started_bytes

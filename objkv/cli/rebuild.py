@@ -1,7 +1,6 @@
 """``objkv rebuild``: rebuild the index from the bulk store alone."""
 
 from collections.abc import Mapping
-from contextlib import closing
 from typing import Annotated
 
 import typer
@@ -12,7 +11,6 @@ from objkv.cli.output import counted
 from objkv.cli.upkeep import Upkeep, upkeep
 from objkv.ops.backends_view import StoredNamespace
 from objkv.ops.formats import size
-from objkv.ops.inventory.file import Inventory
 from objkv.ops.rebuild import Rebuild
 
 _MEANS = {
@@ -39,20 +37,21 @@ def rebuild(
     """
     if session.config.index_url.startswith("bulk:"):
         session.has_bulk()
-        return _nothing_to_do(session)
-    with (
-        upkeep(session, "rebuild", writes=apply, namespace=namespace) as run,
-        closing(Inventory()) as inventory,
-    ):
+        document = {"command": "rebuild", "ending": "complete", "complete": True, "own_index": True}
+        if not session.out.document(document):
+            session.out.line("the bulk folder is its own index; no rebuild is needed")
+        return FINE
+    with upkeep(session, "rebuild", writes=apply, namespace=namespace) as run:
         found: Mapping[str, StoredNamespace] = {}
         with run.interruptible():
-            walk = run.walk(inventory, only_sealed_here=True)
+            walk = run.walk(only_sealed_here=True)
             found = walk.scope.namespaces
             run.run("listing payloads", walk.payloads())
             work = Rebuild(run.view, apply=apply)
-            run.run("restoring records", work.parts(inventory, found))
+            run.run("restoring records", work.parts(run.inventory, found))
             if apply:
-                run.run("restoring records lost since", work.parts(inventory, found, lost=True))
+                parts = work.parts(run.inventory, found, lost=True)
+                run.run("restoring records lost since", parts)
             run.run("restoring pins and totals", work.namespaces(found))
         if not found and run.pool.ending == "complete" and not session.out.machine:
             run.report_nothing()
@@ -63,20 +62,11 @@ def rebuild(
         return run.code(FOUND if is_left or counts["corrupt"] else FINE)
 
 
-def _nothing_to_do(session: Session) -> int:
-    if session.out.machine:
-        document = {"command": "rebuild", "ending": "complete", "complete": True, "own_index": True}
-        session.out.document(document)
-    else:
-        session.out.line("the bulk folder is its own index; no rebuild is needed")
-    return FINE
-
-
 def _show(run: Upkeep, found: Mapping[str, StoredNamespace], *, apply: bool) -> None:
     counters, out = run.counters, run.session.out
     numbers = {kind: counters.counts[kind] for kind in _MEANS}
     if out.machine:
-        document = run.report(
+        run.report(
             "rebuild",
             applied=apply,
             own_index=False,
@@ -85,7 +75,6 @@ def _show(run: Upkeep, found: Mapping[str, StoredNamespace], *, apply: bool) -> 
             **numbers,
             pins=counters.counts["pins"],
         )
-        out.document(document)
         return
     rows = [
         (kind, numbers[kind], size(counters.nbytes[kind]), _MEANS[kind])

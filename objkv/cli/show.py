@@ -12,16 +12,10 @@ from objkv.cli.upkeep import seal_of
 from objkv.errors import ConfigError
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.prefix import PREFIX_HASH_BYTES
-from objkv.ops.backends_view import stored_namespaces
+from objkv.ops.backends_view import record_keys, stored_namespaces
 from objkv.ops.formats import age, size
 from objkv.ops.listing import find_namespace
-from objkv.ops.show import (
-    PayloadReport,
-    choose_chunk,
-    find_payloads,
-    inspect_payload,
-    promised_payloads,
-)
+from objkv.ops.show import PayloadReport, choose_chunk, find_payloads, inspect_payload
 
 
 @command
@@ -48,16 +42,6 @@ def show(
     return FINE if worst == "ok" else FOUND
 
 
-def _seal_rows(report: PayloadReport) -> list[tuple[str, object]]:
-    found = "verified" if report.seal_verified else "not verified"
-    rows: list[tuple[str, object]] = []
-    if report.signed_by:
-        rows.append(("signed by", f"{report.signed_by}, {found}"))
-    if report.encrypted_by:
-        rows.append(("encrypted by", report.encrypted_by))
-    return rows
-
-
 def _keys(backends: Backends, text: str, namespace: str | None) -> list[ChunkKey]:
     if "/" in text:
         try:
@@ -80,7 +64,8 @@ def _keys(backends: Backends, text: str, namespace: str | None) -> list[ChunkKey
         # A payload that has a record but is not stored is reported as missing.
         prefix_hash = bytes.fromhex(text)
         for place in places:
-            if promised := promised_payloads(backends.index, place, prefix_hash):
+            [record] = backends.index.lookup(place, [prefix_hash])
+            if record is not None and (promised := list(record_keys(place, record))):
                 found.setdefault((place, prefix_hash), []).extend(promised)
     chunk = choose_chunk(found, text)
     return [] if chunk is None else sorted({*found[chunk]}, key=ChunkKey.path)
@@ -98,6 +83,7 @@ def _print(out: Printer, key: str, reports: list[PayloadReport]) -> None:
             rows.append(("problem", report.problem))
         if report.token_start is not None and report.token_end is not None:
             parent = report.parent_hash.hex() if report.parent_hash else None
+            seal = "verified" if report.seal_verified else "not verified"
             rows += [
                 ("tokens", f"{report.token_start:,}-{report.token_end:,}"),
                 ("group", report.group),
@@ -108,26 +94,19 @@ def _print(out: Printer, key: str, reports: list[PayloadReport]) -> None:
                 ("header checksum", report.header_checksum),
                 ("token digest", report.token_digest),
                 ("token ids", "stored" if report.tokens_stored else "not stored"),
-                *_seal_rows(report),
+                ("signed by", report.signed_by and f"{report.signed_by}, {seal}"),
+                ("encrypted by", report.encrypted_by),
                 ("writer", report.writer),
                 ("age", age(report.created_s)),
             ]
-        out.table(("", "~"), rows)
+        unsealed = ("signed by", None), ("encrypted by", None)
+        out.table(("", "~"), [row for row in rows if row not in unsealed])
         if report.frames:
             out.line()
             columns = ("layer", "~checksum", ">bytes", ">raw bytes", "codec", "dtype", "shape")
-            out.table(
-                columns,
-                [
-                    (
-                        frame.layer,
-                        frame.problem or "ok",
-                        frame.nbytes,
-                        frame.raw_bytes,
-                        frame.codec,
-                        frame.dtype,
-                        "x".join(map(str, frame.shape)),
-                    )
-                    for frame in report.frames
-                ],
-            )
+            frames = [
+                (one.layer, one.problem or "ok", one.nbytes, one.raw_bytes, one.codec, one.dtype,
+                 "x".join(map(str, one.shape)))
+                for one in report.frames
+            ]  # fmt: skip
+            out.table(columns, frames)

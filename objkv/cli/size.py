@@ -15,8 +15,17 @@ from objkv.errors import ConfigError
 from objkv.ops.formats import count
 from objkv.ops.formats import size as bytes_text
 from objkv.ops.models.layers import KV_DTYPES
-from objkv.ops.size.model import PRESETS, ModelShape, preset, read_model
-from objkv.ops.size.sizing import ChunkSizing, Load, ReplicaLayout, Sizing, size_fleet
+from objkv.ops.size.sizing import (
+    PRESETS,
+    ChunkSizing,
+    Load,
+    ModelShape,
+    ReplicaLayout,
+    Sizing,
+    preset,
+    read_model,
+    size_fleet,
+)
 
 _GIGABIT = 1e9 / 8
 _LARGE = 1_000
@@ -58,8 +67,7 @@ Ttl = Annotated[
     float | None, time_option("Time to live instead of the setting ttl_s", "--ttl", least=1)
 ]
 Used = Annotated[
-    float,
-    time_option("Average time from a save to its last hit", "--used", most=1e10, shown="0s"),
+    float, time_option("Average time from a save to its last hit", "--used", most=1e10, shown="0s")
 ]
 SweepEvery = Annotated[
     float, time_option("Time between sweeps", "--sweep-every", most=1e10, shown="1h")

@@ -1,7 +1,6 @@
 """``objkv sweep``: find and delete unreachable and evictable data."""
 
 from collections.abc import Collection, Iterator
-from contextlib import closing
 from dataclasses import replace
 from typing import Annotated
 
@@ -12,7 +11,6 @@ from objkv.cli.options import Namespace, time_option
 from objkv.cli.output import counted
 from objkv.cli.upkeep import Upkeep, upkeep
 from objkv.ops.formats import size
-from objkv.ops.inventory.file import Inventory
 from objkv.ops.inventory.findings import MEANINGS, REMEDIES, Doubt, find_doubts
 from objkv.ops.inventory.walk import Walk
 from objkv.ops.runs import Counters
@@ -42,31 +40,23 @@ def sweep(
         typer.Option("--unidentified", help="Let --apply delete the category unidentified, too."),
     ] = False,
     force: Annotated[
-        bool,
-        typer.Option("--force", help="Proceed even if index and bucket do not seem to match."),
+        bool, typer.Option("--force", help="Proceed even if index and bucket do not seem to match.")
     ] = False,
 ) -> int:
     """Find unreachable and evictable data; delete it with --apply."""
     config = session.config
-    limits = SweepLimits(
-        apply=apply,
-        grace_s=config.sweep_grace_s if grace_s is None else grace_s,
-        unidentified=unidentified,
-        force=force,
-    )
-    with (
-        upkeep(session, "sweep", writes=apply, namespace=namespace) as run,
-        closing(Inventory()) as inventory,
-    ):
+    grace_s = config.sweep_grace_s if grace_s is None else grace_s
+    limits = SweepLimits(apply=apply, grace_s=grace_s, unidentified=unidentified)
+    with upkeep(session, "sweep", writes=apply, namespace=namespace) as run:
         is_empty, doubts = False, tuple[Doubt, ...]()
         with run.interruptible():
-            walk = run.walk(inventory)
+            walk = run.walk()
             is_empty = not walk.scope.every
             run.run("reading records", walk.records())
             run.run("listing payloads", walk.payloads())
             run.run("listing leftovers", walk.leftovers())
             if run.pool.ending == "complete":
-                doubts = _sweep(run, walk, limits, quota_bytes=config.quota_bytes)
+                doubts = _sweep(run, walk, limits, config.quota_bytes, force=force)
         is_found = any(run.counters.counts[category] for category in CATEGORIES)
         if is_empty and not is_found and not session.out.machine:
             run.report_nothing()
@@ -79,11 +69,14 @@ def sweep(
         return run.code(FOUND if is_left else FINE)
 
 
-def _sweep(run: Upkeep, walk: Walk, limits: SweepLimits, *, quota_bytes: int) -> tuple[Doubt, ...]:
-    """Sweep what the walk found, and return what was kept because it looks like a mistake."""
+def _sweep(
+    run: Upkeep, walk: Walk, limits: SweepLimits, quota_bytes: int, *, force: bool
+) -> tuple[Doubt, ...]:
+    """Sweep what the walk found, and return what was kept because it looks like a mistake, unless
+    that is swept by ``force``, too."""
     doubts = tuple[Doubt, ...]()
     walk.judge(ttl_s=run.view.ttl_s)
-    if not limits.force and not run.view.is_own_index:
+    if not force and not run.view.is_own_index:
         doubts = find_doubts(walk.inventory, walk.scope, ttl_s=run.view.ttl_s)
     if any(one.namespace is None for one in doubts):
         limits = replace(limits, apply=False)
@@ -101,22 +94,20 @@ def _sweep(run: Upkeep, walk: Walk, limits: SweepLimits, *, quota_bytes: int) ->
 def _show(run: Upkeep, apply: bool, doubts: Collection[Doubt], *, unidentified: bool) -> None:
     counters, out = run.counters, run.session.out
     counts, nbytes = counters.counts, counters.nbytes
-    beside = {
-        name: counts[name]
-        for name in ("young", "pinned", "doubted", "busy", "changed", "documents")
-    }
+    names = ("young", "pinned", "doubted", "busy", "changed", "documents")
+    beside = {name: counts[name] for name in names}
     if out.machine:
-        categories = {one: {"payloads": counts[one], "nbytes": nbytes[one]} for one in CATEGORIES}
-        document = run.report(
+        run.report(
             "sweep",
             applied=apply,
-            categories=categories,
+            categories={
+                one: {"payloads": counts[one], "nbytes": nbytes[one]} for one in CATEGORIES
+            },
             removed=counts["removed"],
             removed_bytes=nbytes["removed"],
             kept=beside,
-            doubts=list(doubts),
+            doubts=doubts,
         )
-        out.document(document)
         return
     rows = [(one, counts[one], size(nbytes[one]), _MEANS[one]) for one in CATEGORIES if counts[one]]
     if rows:

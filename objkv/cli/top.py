@@ -86,7 +86,6 @@ def top(
 
 
 def _agents(given: list[Path] | None, config: Config) -> list[Path]:
-    """Return the sockets of the agents to show."""
     if given:
         return list(dict.fromkeys(given))
     path = agent_socket(config)
@@ -126,12 +125,8 @@ def _live(watch: FleetWatch) -> NoReturn:
 
 
 def _tables(view: TopView) -> list[tuple[tuple[str, ...], list[list[str]]]]:
-    found: list[tuple[tuple[str, ...], list[list[str]]]] = []
-    if view.rows:
-        found.append((_REPLICA, [replica_cells(row) for row in view.rows]))
-    if view.agents:
-        found.append((_AGENT, [agent_cells(row) for row in view.agents]))
-    return found
+    every = ((_REPLICA, view.rows, replica_cells), (_AGENT, view.agents, agent_cells))
+    return [(columns, [cells(row) for row in rows]) for columns, rows, cells in every if rows]
 
 
 def summary_lines(view: TopView, per: str) -> list[str]:
@@ -183,43 +178,29 @@ def _hit_rate(view: TopView) -> str:
 
 
 def replica_cells(row: TopRow) -> list[str]:
-    """Return one replica's row as text."""
     values = row.values
     if not values or row.state == "new":
         return [row.name, row.state, row.problem or "", *[""] * 6]
     notes = ["operator's order"] if values["switched"] else []
     return [
-        row.name,
-        row.state,
-        ", ".join([*notes, *_reasons(values)]),
-        f"{values['tokens']:,.0f}",
-        share(hit_rate(values), 1),
-        share(values["local_tokens"], values["tokens"]),
-        _bytes(values["load_bytes"]),
-        _bytes(values["save_bytes"]),
-        _count(values["drops"]),
-    ]
+        row.name, row.state, ", ".join([*notes, *_reasons(values)]), f"{values['tokens']:,.0f}",
+        share(hit_rate(values), 1), share(values["local_tokens"], values["tokens"]),
+        _bytes(values["load_bytes"]), _bytes(values["save_bytes"]), _count(values["drops"]),
+    ]  # fmt: skip
 
 
 def agent_cells(row: TopRow) -> list[str]:
-    """Return one node agent's row as text."""
     values = row.values
     if not values:
         return [row.name, row.state, row.problem or "", *[""] * 8]
     arena = values["arena_bytes"]
+    notes = ", ".join(f"circuit open: {name.replace('_', ' ')}" for name in row.breakers_open)
     return [
-        row.name,
-        row.state,
-        ", ".join(f"circuit open: {name.replace('_', ' ')}" for name in row.breakers_open),
-        _bytes(arena),
-        share(arena - values["free_bytes"], arena),
-        _bytes(values["unsaved_bytes"]),
-        share(values["hits"], values["hits"] + values["fills"]),
-        _bytes(values["load_bytes"]),
-        _bytes(values["save_bytes"]),
-        _count(values["no_room"]),
+        row.name, row.state, notes, _bytes(arena), share(arena - values["free_bytes"], arena),
+        _bytes(values["unsaved_bytes"]), share(values["hits"], values["hits"] + values["fills"]),
+        _bytes(values["load_bytes"]), _bytes(values["save_bytes"]), _count(values["no_room"]),
         _count(values["clients"]),
-    ]
+    ]  # fmt: skip
 
 
 def _bytes(value: float) -> str:

@@ -2,8 +2,8 @@
 threads and the end of the report."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from objkv.assembly.backends import Backends
@@ -16,7 +16,7 @@ from objkv.keys.identity import NAMESPACE_HEX
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.ops.backends_view import BackendsView, read_namespace
 from objkv.ops.inventory.file import Inventory
-from objkv.ops.inventory.walk import Walk, WalkScope, find_scope, read_view
+from objkv.ops.inventory.walk import Walk, WalkScope, find_scope
 from objkv.ops.listing import find_namespace
 from objkv.ops.runs import Counters, Unit, WorkPool
 
@@ -30,26 +30,25 @@ class Upkeep:
 
     session: Session
     view: BackendsView
+    inventory: Inventory
     pool: WorkPool
     namespace: str | None = None
     """The only namespace to work on; None for all."""
 
     def run(self, what: str, units: Iterable[Unit]) -> None:
-        """Run the units and show the progress."""
         with self.session.out.steps(what) as on_progress:
             self.pool.run(units, on_progress)
 
-    def walk(
-        self, inventory: Inventory, *, only_sealed_here: bool = False, only_read: bool = False
-    ) -> Walk:
-        """Return the walk that fills ``inventory``. ``only_sealed_here``: see ``_with_keys``.
+    def walk(self, *, only_sealed_here: bool = False, only_read: bool = False) -> Walk:
+        """Return the walk that fills the inventory. ``only_sealed_here``: see ``_with_keys``.
         ``only_read``: see ``_of_this_format``."""
-        view = read_view(self.view)
         with self.session.out.waiting("reading namespaces"):
-            scope = find_scope(view, self.namespace)
+            scope = find_scope(self.view, self.namespace)
         if only_read:
             scope = self._of_this_format(scope)
-        return Walk(view, inventory, self._with_keys(scope) if only_sealed_here else scope)
+        if only_sealed_here:
+            scope = self._with_keys(scope)
+        return Walk(self.view, self.inventory, scope)
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
@@ -67,47 +66,35 @@ class Upkeep:
                 f"left out {counted(len(old), 'namespace')} of an earlier format that is not read "
                 "any more: objkv sweep --apply deletes the payloads"
             )
-        left = {name: one for name, one in scope.namespaces.items() if name not in old}
-        indexed = [name for name in scope.indexed if name not in old]
-        return replace(scope, namespaces=left, indexed=indexed)
+        return scope.without(old)
 
     def _with_keys(self, scope: WalkScope) -> WalkScope:
         """Leave out the namespaces whose sealing keys are not configured here, with a note for
         each. Raises ``ConfigError`` if no namespace remains."""
-        left, skipped = {}, dict[str, str]()
+        skipped = dict[str, str]()
         for name, namespace in scope.namespaces.items():
             try:
                 self.view.seal_of(namespace)
             except ConfigError as exc:
                 skipped[name] = str(exc)
-            else:
-                left[name] = namespace
-        if skipped and not left:
+        if skipped and len(skipped) == len(scope.namespaces):
             raise ConfigError("; ".join(dict.fromkeys(skipped.values())))
         for name, why in skipped.items():
             self.session.out.note(f"{name} is skipped: {why}")
-        indexed = [name for name in scope.indexed if name not in skipped]
-        return replace(scope, namespaces=left, indexed=indexed)
+        return scope.without(skipped)
 
     @property
     def counters(self) -> Counters:
-        """The findings so far."""
         return self.pool.counters
 
-    def report(self, command: str, **more: Any) -> dict[str, Any]:
-        """Return the JSON document: the common keys, with ``more`` before the findings."""
-        counters = self.counters
-        return {
-            "command": command,
-            "ending": self.pool.ending,
-            "complete": self.pool.ending == "complete",
-            **more,
-            "findings": counters.findings,
-            "omitted": counters.omitted,
-        }
+    def report(self, command: str, **more: Any) -> None:
+        """Print the JSON document: the common keys, with ``more`` before the findings."""
+        ending, counters = self.pool.ending, self.counters
+        head = {"command": command, "ending": ending, "complete": ending == "complete"}
+        found = {"findings": counters.findings, "omitted": counters.omitted}
+        self.session.out.document({**head, **more, **found})
 
     def report_nothing(self) -> None:
-        """Print that the store is empty, with its URL."""
         url = self.session.config.public()["bulk_url"]
         self.session.out.line(f"nothing is stored in {url} yet")
         self.report_end()
@@ -126,8 +113,7 @@ class Upkeep:
 def upkeep(
     session: Session, command: str, *, writes: bool, namespace: str | None
 ) -> Iterator[Upkeep]:
-    """Open store and index for ``command``. Raises ``ConfigError`` for a missing folder, a
-    role that may not write, or a namespace that does not exist."""
+    """Open store and index. Raises ``ConfigError``, also if the role may not write."""
     config = session.config
     if writes:
         name = f"{command} --quarantine" if command == "verify" else command
@@ -141,17 +127,11 @@ def upkeep(
                 backends.index.check()
             else:  # a check may write, and would create a missing index file
                 backends.index.lookup("0" * NAMESPACE_HEX, [bytes(PREFIX_HASH_BYTES)])
-        view = BackendsView.of(
-            config,
-            (backends.bulk, backends.hot),
-            backends.index,
-            backends.admin,
-            command=command,
-            seal_of=open_seals(session.config),
-        )
+        view = BackendsView.of(config, backends, command, open_seals(config))
         if namespace is not None:
             namespace = find_namespace(view.bulk, view.index, namespace, must_exist=True)
-        yield Upkeep(session, view, WorkPool(workers=WORKERS), namespace)
+        with closing(Inventory()) as inventory:
+            yield Upkeep(session, view, inventory, WorkPool(workers=WORKERS), namespace)
 
 
 def seal_of(session: Session, backends: Backends, namespace: str) -> Seal | None:

@@ -1,7 +1,6 @@
 """``objkv verify``: verify stored payloads and their index records."""
 
 from collections.abc import Mapping
-from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Annotated
 
@@ -84,13 +83,10 @@ def verify(
         raise ConfigError("--part needs --all")
     number, of = _part(one_of or "1/1")
     shown = _Shown(None, one_of, quarantine, apply, None)
-    with (
-        upkeep(session, "verify", writes=apply, namespace=namespace) as run,
-        closing(Inventory()) as inventory,
-    ):
-        is_empty = False
+    with upkeep(session, "verify", writes=apply, namespace=namespace) as run:
+        inventory, is_empty = run.inventory, False
         with run.interruptible():
-            walk = run.walk(inventory, only_sealed_here=True, only_read=True)
+            walk = run.walk(only_sealed_here=True, only_read=True)
             is_empty = not walk.scope.every and not walk.scope.old
             run.run("reading records", walk.records())
             run.run("listing payloads", walk.payloads())
@@ -189,7 +185,7 @@ def _show(run: Upkeep, shown: _Shown, *, every: bool) -> None:
     checked = sum(counts[kind] for kind in ("ok", *_WRONG))
     nbytes = sum(counters.nbytes[kind] for kind in ("ok", *_WRONG))
     if out.machine:
-        document = run.report(
+        run.report(
             "verify",
             every=every,
             **plain(shown),
@@ -198,7 +194,6 @@ def _show(run: Upkeep, shown: _Shown, *, every: bool) -> None:
             missing_seen=not is_listed(without_retries(run.view.index)),
             **{kind: counts[kind] for kind in ("ok", *_WRONG, *_UNRECORDED, "changed", *_DONE)},
         )
-        out.document(document)
         return
     wrong = sum(counts[kind] for kind in _WRONG)
     number = counted(checked, "payload")

@@ -1,7 +1,7 @@
 """``objkv warm``: compute and store prompts before users send them."""
 
 import os
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,13 +18,14 @@ from objkv.cli.output import Printer
 from objkv.errors import ConfigError
 from objkv.ops.formats import printable, size
 from objkv.ops.warm.prompts import read_prompts
-from objkv.ops.warm.report import WarmReport
+
+if TYPE_CHECKING:
+    from objkv.ops.warm.run import WarmReport
 
 _SHOWN_MAX = 20
 
 
-def show_report(out: Printer, report: WarmReport) -> None:
-    """Print the result as text."""
+def show_report(out: Printer, report: "WarmReport") -> None:
     if report.namespace:
         out.line(f"namespace {report.namespace}, model {printable(report.model)}")
     is_check = report.mode == "check"
@@ -69,8 +70,7 @@ def show_report(out: Printer, report: WarmReport) -> None:
 
 
 _Prompts = Annotated[
-    list[str] | None,
-    typer.Argument(help="JSON Lines files, or - for stdin.", metavar="FILES"),
+    list[str] | None, typer.Argument(help="JSON Lines files, or - for stdin.", metavar="FILES")
 ]
 _Endpoint = Annotated[
     list[str] | None,

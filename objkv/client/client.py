@@ -32,7 +32,7 @@ from objkv.ops.audit.report import AuditReport
 from objkv.ops.backends_view import BackendsView, read_identity, stored_namespaces
 from objkv.ops.chat import LocalTokenizer
 from objkv.ops.inventory.file import Inventory
-from objkv.ops.inventory.walk import Walk, find_scope, read_view
+from objkv.ops.inventory.walk import Walk, find_scope
 from objkv.ops.listing import find_identity, find_namespace
 from objkv.ops.pin import PinnedPrefix, Pinner, chain_of, list_pins, served_prefix
 from objkv.ops.runs import WorkPool
@@ -41,7 +41,7 @@ from objkv.stores.base import ReadStore
 from objkv.telemetry import NullRecorder
 
 if TYPE_CHECKING:
-    from objkv.ops.warm.report import WarmReport
+    from objkv.ops.warm.run import WarmReport
 
 logger = logging.getLogger(__name__)
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
@@ -261,16 +261,7 @@ class Client:
         backends, config = self._backends, self._config
         from objkv import __version__  # late: objkv itself offers this module
 
-        view = read_view(
-            BackendsView.of(
-                config,
-                (backends.bulk, backends.hot),
-                backends.index,
-                backends.admin,
-                command="audit",
-                seal_of=open_seals(config),
-            )
-        )
+        view = BackendsView.of(config, backends, "audit", open_seals(config))
         with closing(Inventory()) as inventory:
             only = None
             if namespace is not None:

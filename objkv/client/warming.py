@@ -13,8 +13,7 @@ from objkv.ops.listing import find_identity
 from objkv.ops.warm import server
 from objkv.ops.warm.endpoint import Endpoint
 from objkv.ops.warm.prompts import WarmPrompt, read_prompts, to_prompt
-from objkv.ops.warm.report import WarmLimits, WarmReport
-from objkv.ops.warm.run import WarmJob, warm_by
+from objkv.ops.warm.run import WarmJob, WarmLimits, WarmReport, warm_by
 from objkv.telemetry import NullRecorder
 
 
@@ -45,9 +44,7 @@ def run_warm(
         backends = stack.enter_context(open_backends(settings, NullRecorder()))
         backends.bulk.check()
         backends.index.check()
-        view = BackendsView.of(
-            settings, (backends.bulk, backends.hot), backends.index, backends.admin, command="warm"
-        )
+        view = BackendsView.of(settings, backends, "warm")
         identity = None
         if check or namespace is not None:
             identity = find_identity(view.bulk, view.index, namespace)

@@ -1,6 +1,7 @@
 """The stores and the index as maintenance commands use them, and the bulk store's namespaces."""
 
 import json
+import math
 import os
 import random
 import re
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, Protocol, Self, TypeVar, cast
 
 from pydantic import TypeAdapter
 
@@ -43,6 +44,7 @@ HANDOFF_LAYOUT = "handoff-1"
 """Page layout of namespaces for prompts in transfer between engines, which have no chunks."""
 SAMPLE_LAYOUT = "sample-1"
 """That of the namespace of ``bench`` and ``doctor``, which no replica has."""
+DOCUMENT_BYTES_MAX: Final = 4 << 20
 _TEXT_MAX = 200
 PATIENCE_S = 30.0
 """Longer than the default pause of any circuit breaker."""
@@ -96,6 +98,19 @@ class _Retrying:
         return repeated
 
 
+class Opened(Protocol):
+    """Open stores and index, as ``assembly`` opens them."""
+
+    @property
+    def bulk(self) -> PruneStore: ...
+    @property
+    def hot(self) -> HotStore | None: ...
+    @property
+    def index(self) -> WriteIndex: ...
+    @property
+    def admin(self) -> PruneIndex | None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class BackendsView:
     """The stores, the index, and the settings that a command needs with them."""
@@ -110,8 +125,7 @@ class BackendsView:
     """Name of this process in leases."""
     lease_ms: int = LEASE_MS
     seal_of: Callable[["StoredNamespace"], Seal | None] = lambda namespace: None
-    """Returns the seal of a namespace's payloads. Raises ``ConfigError`` if its keys are not
-    configured."""
+    """The seal of a namespace's payloads. Raises ``ConfigError`` without its keys."""
     admin: PruneIndex | None = None
     """The index for pins and totals; None for the read-only role."""
 
@@ -119,20 +133,16 @@ class BackendsView:
     def of(
         cls,
         config: Config,
-        stores: tuple[PruneStore, HotStore | None],
-        index: WriteIndex,
-        admin: PruneIndex | None,
-        *,
+        opened: Opened,
         command: str,
         seal_of: Callable[["StoredNamespace"], Seal | None] = lambda namespace: None,
-    ) -> "BackendsView":
-        """Return the view of ``command``. Calls to ``stores`` (bulk, hot) and index are retried."""
-        bulk, hot = stores
+    ) -> Self:
+        """Return the view of ``command``. Calls to what is ``opened`` are retried."""
         return cls(
-            bulk=retrying(bulk),
-            hot=None if hot is None else retrying(hot),
-            index=retrying(index),
-            admin=None if admin is None else retrying(admin),
+            bulk=retrying(opened.bulk),
+            hot=opened.hot and retrying(opened.hot),
+            index=retrying(opened.index),
+            admin=opened.admin and retrying(opened.admin),
             is_own_index=config.index_url.startswith("bulk:"),
             ttl_s=config.ttl_s,
             owner=f"{command}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}",
@@ -162,13 +172,10 @@ class StoredNamespace:
     kv_dtype: str | None = None
     chunk_tokens: int | None = None
     problem: str | None = None
-    """What is wrong with the document, in a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredPayload:
-    """A payload and the record of its chunk."""
-
     key: ChunkKey
     entry: Entry | None
     """None if only the index has it."""
@@ -186,12 +193,11 @@ def read_namespace(bulk: ReadStore, name: str) -> StoredNamespace:
     try:
         document = identity_document(bulk, name)
     except PayloadError as exc:
-        return StoredNamespace(name, is_known=False, problem=str(exc))
+        return StoredNamespace(name, False, problem=str(exc))
     if document is None:
-        return StoredNamespace(name, is_known=False, problem="no identity document")
-    damaged = StoredNamespace(
-        name, False, problem="its identity document is damaged or of another namespace"
-    )
+        return StoredNamespace(name, False, problem="no identity document")
+    why = "its identity document is damaged or of another namespace"
+    damaged = StoredNamespace(name, False, problem=why)
     if sha256(document).hexdigest()[:NAMESPACE_HEX] != name:
         return damaged
     try:
@@ -199,7 +205,12 @@ def read_namespace(bulk: ReadStore, name: str) -> StoredNamespace:
         epoch, tenant = values.pop("weights_epoch"), values["tenant"]
         if type(epoch) is not int or type(tenant) is not str:
             return damaged
-        is_chunks = values.get("hash") == HASH_SCHEME
+        is_chunks, size = values.get("hash") == HASH_SCHEME, values.get("chunk_tokens")
+        texts = {
+            name: value[:_TEXT_MAX]
+            for name in ("model", "kv_dtype")
+            if isinstance(value := values.get(name), str)
+        }
         return StoredNamespace(
             name,
             is_known=True,
@@ -210,20 +221,11 @@ def read_namespace(bulk: ReadStore, name: str) -> StoredNamespace:
             and values.get("page_layout") not in (HANDOFF_LAYOUT, SAMPLE_LAYOUT),
             seals=seals_of(values.get("extra")),
             is_old_format=values["format"] < FORMAT,
-            model=_text(values.get("model")),
-            kv_dtype=_text(values.get("kv_dtype")),
-            chunk_tokens=_number(values.get("chunk_tokens")),
+            chunk_tokens=size if type(size) is int and 0 < size < 1 << 40 else None,
+            **texts,
         )
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
         return damaged
-
-
-def _text(value: object) -> str | None:
-    return value[:_TEXT_MAX] if isinstance(value, str) else None
-
-
-def _number(value: object) -> int | None:
-    return value if type(value) is int and 0 < value < 1 << 40 else None
 
 
 def stored_namespaces(bulk: ReadStore) -> list[str]:
@@ -256,40 +258,34 @@ def record_keys(namespace: str, record: Record) -> Iterator[ChunkKey]:
 
 
 class Lease:
-    """The lease of ``path``, with the time of its end, because retried calls may outlast it.
-
-    For one thread. Raises ``StoreError``.
-    """
+    """The lease of ``path`` within a block, which gets None if another process holds it. Knows the
+    time of its end, because retried calls may outlast it. For one thread. Raises ``StoreError``."""
 
     def __init__(
         self, view: BackendsView, path: str, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._index = view.index
-        self._owner = view.owner
-        self._ms = view.lease_ms
-        self._path = path
-        self._clock = clock
-        self._end_s = 0.0
+        self._view, self._path, self._clock = view, path, clock
+        self._end_s = -math.inf
 
-    def acquire(self) -> bool:
-        """Take the lease; False if another process holds it."""
-        began_s = self._clock()
-        if not self._index.lease(self._path, self._owner, ttl_ms=self._ms):
+    def __enter__(self) -> Self | None:
+        return self if self._acquire() else None
+
+    def __exit__(self, *_: object) -> None:
+        if self._end_s > -math.inf:
+            self._view.index.release(self._path, self._view.owner)
+
+    def _acquire(self) -> bool:
+        began_s, ms = self._clock(), self._view.lease_ms
+        if not self._view.index.lease(self._path, self._view.owner, ttl_ms=ms):
             return False
-        self._end_s = began_s + self._ms / 1000
+        self._end_s = began_s + ms / 1000
         return True
 
     def renew(self) -> bool:
-        """Extend the lease to its full time; False if it may have expired.
-
-        Then another process may have held it, and values read under it may be outdated.
-        """
+        """Extend the lease to its full time; False if it may have expired. Then another process may
+        have held it, and values read under it may be outdated."""
         end_s = self._end_s
-        return self._clock() < end_s and self.acquire() and self._clock() < end_s
-
-    def release(self) -> None:
-        """Release the lease."""
-        self._index.release(self._path, self._owner)
+        return self._clock() < end_s and self._acquire() and self._clock() < end_s
 
 
 def delete_unchanged(
@@ -315,14 +311,9 @@ def delete_unchanged(
     return False
 
 
-DOCUMENT_BYTES_MAX: Final = 4 << 20
-
-
 def read_identity(bulk: ReadStore, namespace: str) -> Identity | None:
-    """Return the identity of ``namespace``; None if the bulk store has no document of it.
-
-    Raises ``PayloadError`` if the document does not have the digest that names the namespace.
-    """
+    """Return the identity of ``namespace``; None if the bulk store has no document of it. Raises
+    ``PayloadError`` if the document does not have the digest that names the namespace."""
     document = identity_document(bulk, namespace)
     return None if document is None else parse_identity(document, namespace)
 
@@ -337,10 +328,7 @@ def read_identities(bulk: ReadStore, names: Iterable[str]) -> Iterator[tuple[str
 
 
 def identity_document(bulk: ReadStore, namespace: str) -> bytes | None:
-    """Return the bytes of the namespace's identity document; None if it is missing.
-
-    Raises ``PayloadError`` if it is too long.
-    """
+    """Return its identity document; None without one. Raises ``PayloadError`` if it is too long."""
     path = identity_path(namespace)
     document = bulk.get(path, 0, DOCUMENT_BYTES_MAX + 1)
     if document is not None and len(document) > DOCUMENT_BYTES_MAX:
@@ -349,10 +337,8 @@ def identity_document(bulk: ReadStore, namespace: str) -> bytes | None:
 
 
 def parse_identity(document: bytes, namespace: str) -> Identity:
-    """Parse an identity document whose digest must be ``namespace``.
-
-    Raises ``PayloadError`` for anything else, including formats newer than this version.
-    """
+    """Parse an identity document whose digest must be ``namespace``. Raises ``PayloadError`` for
+    anything else, including formats newer than this version."""
     try:
         values = json.loads(document)
         written = (values.pop("format"), values.pop("hash"))

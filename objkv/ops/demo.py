@@ -6,7 +6,7 @@ import shutil
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
@@ -59,17 +59,14 @@ class DemoFolder:
 
     @property
     def logs(self) -> Path:
-        """The logs of the last demo."""
         return self.root / "logs"
 
     @property
     def store(self) -> Path:
-        """Chunks and index of the last demo."""
         return self.root / "store"
 
     @property
     def settings(self) -> dict[str, str]:
-        """Environment variables that select ``store``."""
         return {
             "OBJKV_BULK_URL": f"file://{self.store / 'chunks'}",
             "OBJKV_INDEX_URL": f"sqlite://{self.store / 'index.sqlite'}",
@@ -81,10 +78,7 @@ class DemoFolder:
 
     @contextmanager
     def prepared(self, prompts: Sequence[ReplicaPrompt]) -> Iterator[None]:
-        """Empty the folder except for the models, and lock it against other demos.
-
-        Raises ``ConfigError`` if another demo holds the lock.
-        """
+        """Empty the folder except for models, and lock it. Raises ``ConfigError`` for another."""
         make_private(self.root)
         with (self.root / "lock").open("w") as lock:
             try:
@@ -117,11 +111,8 @@ class DemoRow:
     """On replica B, which loads."""
     identical: bool
     """Whether all answers to the prompt are the same tokens."""
-
-    @property
-    def speed_up(self) -> float:
-        """Time to first token without objkv, divided by that on replica B."""
-        return self.recompute_s / self.second_s
+    speed_up: float
+    """Time to first token without objkv, divided by that on replica B."""
 
     @property
     def complete(self) -> bool:
@@ -138,13 +129,10 @@ class DemoStore:
     tokens: int
     nbytes: int
     settings: Mapping[str, str]
-    """Environment variables that select the store."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DemoReport:
-    """The result of the demo."""
-
     engine: str
     device: str
     rows: tuple[DemoRow, ...]
@@ -152,26 +140,18 @@ class DemoReport:
     """Failed loads, whose tokens were recomputed."""
     stored: DemoStore
     notices: tuple[str, ...]
+    speed_up_median: float = field(init=False)
+    identical: bool = field(init=False)
+    """Whether every answer equals the one computed without objkv."""
+    served: bool = field(init=False)
+    """Whether objkv served any tokens."""
+    fine: bool = field(init=False)
 
-    @property
-    def speed_up_median(self) -> float:
-        """The median over all prompts."""
-        return statistics.median(row.speed_up for row in self.rows)
-
-    @property
-    def identical(self) -> bool:
-        """Whether every answer equals the one computed without objkv."""
-        return all(row.identical for row in self.rows)
-
-    @property
-    def served(self) -> bool:
-        """Whether objkv served any tokens."""
-        return any(row.served_tokens for row in self.rows)
-
-    @property
-    def fine(self) -> bool:
-        """Whether all answers are identical and objkv served tokens."""
-        return self.identical and self.served
+    def __post_init__(self) -> None:
+        self.speed_up_median = statistics.median(row.speed_up for row in self.rows)
+        self.identical = all(row.identical for row in self.rows)
+        self.served = any(row.served_tokens for row in self.rows)
+        self.fine = self.identical and self.served
 
 
 Answers = Mapping[str, ReplicaAnswer]
@@ -226,6 +206,7 @@ def compare(
                 first_s=None if saving is None else saving.first_token_s,
                 second_s=loading.first_token_s,
                 identical=len({answer.tokens for answer in by_replica if answer is not None}) == 1,
+                speed_up=alone.first_token_s / loading.first_token_s,
             )
         )
     return tuple(rows)

@@ -139,18 +139,14 @@ class Difference:
     why: str
     """Why the difference prevents sharing."""
     fix: str
-    """How to make the values the same."""
     follows_from: str | None = None
     """Another field that differs and usually causes this."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiffReport:
-    """The result of comparing two documents."""
-
     share: bool
     reason: str
-    """The result in one sentence."""
     differences: tuple[Difference, ...]
     """Causes first."""
 

@@ -1,30 +1,23 @@
-"""Explains why a match ends where it does, from index, bulk store and node agent.
-
-Unknowns are reported as such. Most often it is unknown whether a missing chunk was ever stored: a
-deleted chunk leaves no trace, so only its neighbours give evidence.
-"""
+"""Explains why a match ends where it does, from index, bulk store and node agent. A deleted chunk
+leaves no trace, so only its neighbours give evidence; what stays unknown is reported as such."""
 
 import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Final, Literal
 
 from objkv.cache.chunks import stored_header
-from objkv.cache.switch import Switch, in_force, read_switches
+from objkv.cache.switch import in_force, read_switches
 from objkv.codec.seal import Seal
 from objkv.errors import PayloadError, StoreError
 from objkv.index.base import ReadIndex, Record
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import Identity
 from objkv.keys.prefix import PromptExtras, prefix_hashes, root_hash
-from objkv.ops.backends_view import (
-    QUARANTINE,
-    read_identities,
-    record_keys,
-    stored_namespaces,
-)
+from objkv.ops.backends_view import QUARANTINE, read_identities, record_keys, stored_namespaces
 from objkv.ops.diff import diff
 from objkv.ops.formats import span
 from objkv.ops.match import ChunkMatch, MatchReport, match_prompt
@@ -47,21 +40,9 @@ _QUARANTINE: Final = "objkv verify --all --quarantine --apply moves it; the next
 _SWEEP: Final = "objkv sweep --apply deletes what has no record; the next save replaces it"
 
 Cause = Literal[
-    "nothing",
-    "held_back",
-    "agent_away",
-    "switched_off",
-    "missing",
-    "corrupt",
-    "quarantined",
-    "incomplete",
-    "orphan",
-    "elsewhere",
-    "other_extras",
-    "diverged",
-    "gone",
-    "unknown",
-]
+    "nothing", "held_back", "agent_away", "switched_off", "missing", "corrupt", "quarantined",
+    "incomplete", "orphan", "elsewhere", "other_extras", "diverged", "gone", "unknown",
+]  # fmt: skip
 """``nothing``: the match did not end early. ``held_back``: it did not on this node, whose agent has
 what no store has. ``switched_off``: by an operator. ``incomplete``: some layers, heads or groups
 are not stored. ``orphan``: stored without a record. ``diverged``: other prompts continue here with
@@ -75,15 +56,13 @@ class Explanation:
     cause: Cause
     sentence: str
     evidence: list[str] = field(default_factory=list)
-    """Observations, one sentence each."""
     advice: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     """Questions that cannot be answered from the stored data."""
     chunk: int | None = None
     """Number of the chunk that ended the match, from 0; None if no chunk did."""
     served_tokens: int = 0
-    """Tokens that a replica of this node would load, as far as is known: neither admission nor a
-    late lookup is foreseen."""
+    """What a replica of this node would load, without admission and late lookups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,22 +83,17 @@ class Question:
 
 
 def explain_match(question: Question) -> Explanation:
-    """Check the payloads that would be served, then explain the first chunk that would not.
-
-    Reads the headers of the former and every byte of the latter. Changes nothing.
-    """
+    """Check the payloads that would be served, then explain the first chunk that would not. Reads
+    the headers of the former and every byte of the latter. Changes nothing."""
     report, agent = question.report, question.agent
     if not report.chunks:
-        return Explanation(
-            "nothing", "the prompt is shorter than one chunk, and only whole chunks are stored"
-        )
+        short = "the prompt is shorter than one chunk, and only whole chunks are stored"
+        return Explanation("nothing", short)
     if isinstance(agent, str):
-        return Explanation(
-            "agent_away",
-            "the node agent that this command's settings name does not answer, so replicas with "
-            "these settings load nothing",
-            [agent],
+        away = (
+            "the node agent of these settings does not answer, so replicas with them load nothing"
         )
+        return Explanation("agent_away", away, [agent])
     if (stopped := switched_off(question)) is not None:
         return stopped
     usable, ends = report.usable_tokens // report.chunk_tokens, found_chunks(report, agent)
@@ -145,19 +119,20 @@ def explain_match(question: Question) -> Explanation:
 
 def switched_off(question: Question) -> Explanation | None:
     """Return the operator's order that stops all loads of the namespace now; None if there is none
-    or the orders cannot be read."""
-    if (order := _order(question)) is not None:
-        return Explanation(
-            "switched_off",
-            f"nothing is loaded now: {order.describe()}",
-            advice=[f"{order.end()} ends the order"],
-        )
-    return None
+    or the orders cannot be read: replicas follow none either then."""
+    try:
+        orders = read_switches(question.bulk)
+    except (PayloadError, StoreError):
+        return None
+    order = in_force(orders, question.report.namespace, now_s=question.clock())
+    if order is None or order.mode != "never":
+        return None
+    sentence = f"nothing is loaded now: {order.describe()}"
+    return Explanation("switched_off", sentence, advice=[f"{order.end()} ends the order"])
 
 
 def found_chunks(report: MatchReport, agent: "Matched | None") -> int:
-    """Return how many leading chunks a replica finds: those in the index, and those that its node's
-    agent holds back."""
+    """Return how many leading chunks a replica finds: in the index, or held back by its agent."""
     usable = report.usable_tokens // report.chunk_tokens
     # An agent that finds more than the index either has a chunk of which no store has anything, or
     # counts one of which only a part is stored.
@@ -166,28 +141,15 @@ def found_chunks(report: MatchReport, agent: "Matched | None") -> int:
     return usable
 
 
-def _order(question: Question) -> Switch | None:
-    """Return the operator's order that switches loads of this namespace off, if there is one."""
-    try:
-        orders = read_switches(question.bulk)
-    except (PayloadError, StoreError):  # replicas follow none either
-        return None
-    order = in_force(orders, question.report.namespace, now_s=question.clock())
-    return order if order is not None and order.mode == "never" else None
-
-
 def _whole(question: Question, *, is_held_back: bool) -> Explanation:
     report = question.report
     found = Explanation("nothing", "every whole chunk of the prompt would be served")
     if is_held_back:
-        found = Explanation(
-            "held_back",
-            "every whole chunk would be served on this node, whose agent holds some of them back: "
-            "no store has them yet",
-            advice=[
-                "nothing is wrong: they are stored when they are needed a second time; "
-                "save_to_bucket=all or objkv warm stores them at once"
-            ],
+        found.cause = "held_back"
+        found.sentence += " on this node, whose agent has some that no store has yet"
+        found.advice.append(
+            "nothing is wrong: they are stored when they are needed a second time; "
+            "save_to_bucket=all or objkv warm stores them at once"
         )
     if rest := report.prompt_tokens - len(report.chunks) * report.chunk_tokens:
         last = "last token does" if rest == 1 else f"last {rest:,} tokens do"
@@ -302,21 +264,13 @@ def _unrecorded(question: Question, keys: Sequence[ChunkKey]) -> Explanation:
         )
     written = max((one.created_s or 0 for one in reports), default=0)
     age_s = max(0, int(question.clock()) - written)
-    life = span(question.ttl_s)
-    if age_s > question.ttl_s:
-        sentence = (
-            f"it is stored, but its record is gone: it was written {span(age_s)} ago, and records "
-            f"expire {life} after their last use (ttl_s)"
-        )
-    else:
-        sentence = (
-            f"it is stored but has no record, although it was written only {span(age_s)} ago and "
-            f"records live {life}: the index lost or evicted the record, or a replica is saving "
-            "the chunk now"
-        )
+    why = "it has expired"
+    if age_s <= question.ttl_s:
+        why = "the index lost or evicted it, or a replica is saving the chunk now"
     return Explanation(
         "orphan",
-        sentence,
+        f"it is stored without a record: it was written {span(age_s)} ago, and records live "
+        f"{span(question.ttl_s)} after their last use (ttl_s): {why}",
         [f"{one.key}: complete and correct" for one in reports],
         ["objkv rebuild --apply restores its record; a longer ttl_s keeps records longer"],
         ["whether the record expired, was evicted by Redis, or was never published"],
@@ -326,10 +280,10 @@ def _unrecorded(question: Question, keys: Sequence[ChunkKey]) -> Explanation:
 def _other_extras(question: Question, number: int) -> Explanation | None:
     """Return an explanation if the chunk is stored without the prompt's salt or adapter."""
     extras, namespace = question.extras, question.report.namespace
-    for difference, other in (
-        ("without the cache_salt", replace(extras, salt=None)),
-        ("without the adapter", replace(extras, lora_digest=None)),
-        ("without the cache_salt and the adapter", PromptExtras()),
+    for lacks, other in (
+        ("the cache_salt", replace(extras, salt=None)),
+        ("the adapter", replace(extras, lora_digest=None)),
+        ("the cache_salt and the adapter", PromptExtras()),
     ):
         if other == extras:
             continue
@@ -337,7 +291,7 @@ def _other_extras(question: Question, number: int) -> Explanation | None:
         if question.index.lookup(namespace, [hashes[number]])[0] is not None:
             return Explanation(
                 "other_extras",
-                f"the same tokens are stored {difference}, so this request cannot use them",
+                f"the same tokens are stored without {lacks}, so this request cannot use them",
                 advice=["KV is shared only with the same cache_salt and adapter: use the same"],
             )
     return None
@@ -355,28 +309,27 @@ def _elsewhere(question: Question, chunk: ChunkMatch) -> Explanation | None:
             found.append((-served, name, reason))
     if not found:
         return None
-    found.sort()
-    served, name, reason = found[0]
+    lines = [f"{name}: {-served:,} tokens; {reason}" for served, name, reason in sorted(found)]
     return Explanation(
         "elsewhere",
-        f"it is in another namespace: {name} has {-served:,} tokens of this prompt; {reason}",
-        [f"{name}: {-served:,} tokens; {reason}" for served, name, reason in found],
+        f"another namespace has it: {lines[0]}",
+        lines,
         ["objkv diff shows each difference and how to remove it"],
     )
 
 
 def _beside(question: Question, number: int) -> Explanation:
     """Explain a chunk without any trace, by other prompts that continue from its beginning."""
-    report, count, more = question.report, 0, [_BY_WHAT]
+    report, more = question.report, [_BY_WHAT]
     chunk = report.chunks[number]
     parent = report.chunks[number - 1].prefix_hash if number else root_hash(report.namespace)
-    for scanned, record in enumerate(question.index.scan(report.namespace)):
-        if scanned >= SCAN_MAX:
-            more.append(
-                f"whether other prompts continue here: only {SCAN_MAX:,} records were scanned"
-            )
-            break
-        count += record.parent_hash == parent and record.token_start == chunk.token_start
+    records = question.index.scan(report.namespace)
+    count = sum(
+        record.parent_hash == parent and record.token_start == chunk.token_start
+        for record in islice(records, SCAN_MAX)
+    )
+    if next(records, None) is not None:
+        more.append(f"whether other prompts continue here: only {SCAN_MAX:,} records were scanned")
     where = f"tokens {chunk.token_start:,}-{chunk.token_end:,}"
     if not count:
         return Explanation(

@@ -27,7 +27,6 @@ _FACTS_S, _REPLICA_S = 120.0, 420.0
 
 
 def prompt_of(length: int, question: int, *, forget: bool = True) -> ReplicaPrompt:
-    """Return a question about the document of this length."""
     return ReplicaPrompt(
         name=f"{length}, question {question}",
         texts=((f"document of {length}", length), (f"question {question}", _QUESTION_TOKENS)),
@@ -36,7 +35,6 @@ def prompt_of(length: int, question: int, *, forget: bool = True) -> ReplicaProm
 
 
 def prompts_of(role: Replica, lengths: Sequence[int], repeats: int) -> Iterator[ReplicaPrompt]:
-    """Yield what a replica answers about documents of these lengths."""
     first = QUESTIONS[0]
     for length in lengths:
         if role == "R":
@@ -66,8 +64,6 @@ class GpuFacts:
 
 @dataclass(frozen=True, slots=True)
 class GpuCase:
-    """One comparison."""
-
     name: str
     ok: bool
     detail: str = ""
@@ -75,8 +71,6 @@ class GpuCase:
 
 @dataclass(frozen=True, slots=True)
 class GpuReport:
-    """The result of one run."""
-
     objkv: str
     model: str
     gpu: GpuFacts
@@ -115,8 +109,7 @@ class GpuCheck:
         return GpuFacts(**json.loads(lines[-1]))
 
     def cases(self, found: list[GpuCase]) -> None:
-        """Run the replicas, and add their comparisons to ``found``. Raises ``ProgramFailed`` if a
-        replica fails."""
+        """Run the replicas, and add their comparisons to ``found``. Raises ``ProgramFailed``."""
         computed, _ = self._live("R")
         saved, _ = self._live("A")
         found += compare_saving(self.lengths, computed, saved)
@@ -133,24 +126,21 @@ class GpuCheck:
             models=self.models,
             prompts=tuple(prompts_of(role, self.lengths, self.repeats)),
         )
-        log, settings = self.folder / f"replica-{role}.log", self._settings(role)
+        log = self.folder / f"replica-{role}.log"
+        # A model of this name may have to be downloaded.
+        settings = {} if self.model is None else {"HF_HUB_OFFLINE": "0"}
+        if role != "R":
+            settings |= {
+                "OBJKV_BULK_URL": f"file://{self.folder / 'chunks'}",
+                "OBJKV_INDEX_URL": f"sqlite://{self.folder / 'index.sqlite'}",
+                # Otherwise B would compute where that is faster, and nothing would be tested.
+                "OBJKV_ADMISSION": "always",
+            }
         found, end = live(setup, log, settings, self.report_stage, bound_s=_REPLICA_S)
         answers: dict[str, list[ReplicaAnswer]] = {}
         for one in found:
             answers.setdefault(one.prompt, []).append(one)
         return answers, end.load_failures
-
-    def _settings(self, role: Replica) -> dict[str, str]:
-        # A model of this name may have to be downloaded.
-        settings = {} if self.model is None else {"HF_HUB_OFFLINE": "0"}
-        if role == "R":
-            return settings
-        return settings | {
-            "OBJKV_BULK_URL": f"file://{self.folder / 'chunks'}",
-            "OBJKV_INDEX_URL": f"sqlite://{self.folder / 'index.sqlite'}",
-            # Otherwise B would compute where that is faster, and nothing would be tested.
-            "OBJKV_ADMISSION": "always",
-        }
 
 
 def run_check(check: GpuCheck, version: str) -> GpuReport:

@@ -40,8 +40,7 @@ class NamespaceSummary:
     payloads: int
     nbytes: int
     counted_s: int
-    """When the totals were last counted exactly, in seconds since the epoch; 0 if never. Since then
-    the index has kept them up to date."""
+    """When the totals were last counted exactly, in seconds since the epoch; 0 if never."""
     chunks: int | None = None
     """None, as the next three, unless the bucket was counted (``--bulk``)."""
     tokens: int | None = None
@@ -50,7 +49,6 @@ class NamespaceSummary:
     """Seconds since the epoch; None without payloads."""
     newest_s: int | None = None
     problem: str | None = None
-    """The problem with the identity document, if any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +65,7 @@ class TenantTotals:
 
 
 def list_namespaces(bulk: ReadStore, index: ReadIndex) -> list[NamespaceSummary]:
-    """Return all namespaces of which the index has totals, described by their identity documents.
-    Reads no records."""
+    """Return the namespaces of which the index has totals. Reads no records."""
     return [
         _summary(read_namespace(bulk, one.namespace), one.payloads, one.nbytes, one.counted_s)
         for one in index.usage()
@@ -131,7 +128,6 @@ def _summary(
 
 
 def list_tenants(namespaces: Iterable[NamespaceSummary]) -> list[TenantTotals]:
-    """Return the totals by tenant."""
     found: defaultdict[str | None, list[NamespaceSummary]] = defaultdict(list)
     for one in namespaces:
         found[one.tenant].append(one)
@@ -179,9 +175,7 @@ def namespaces_called(
 
 def find_identity(bulk: ReadStore, index: ReadIndex, wanted: str | None) -> Identity:
     """Return the identity of the namespace called ``wanted``; for None, of the only one with KV.
-
-    Raises ``ConfigError``, ``PayloadError`` and ``StoreError``.
-    """
+    Raises ``ConfigError``, ``PayloadError`` and ``StoreError``."""
     name = find_namespace(bulk, index, wanted)
     identity = read_identity(bulk, name)
     if identity is None:

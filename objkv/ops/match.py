@@ -50,8 +50,7 @@ class ChunkMatch:
     token_end: int
     prefix_hash: bytes
     payloads: tuple[str, ...]
-    """Fields of the stored payloads, ``<group>`` or ``<group>.<shard>``; empty if the chunk is not
-    stored."""
+    """Fields of the stored payloads, ``<group>`` or ``<group>.<shard>``; empty without one."""
     groups_missing: tuple[int, ...]
     """Groups with a layer or head that is not stored."""
     usable: bool
@@ -81,8 +80,7 @@ class MatchReport:
 def look_up(
     index: ReadIndex, identity: Identity, hashes: Sequence[bytes]
 ) -> tuple[list[Record | None], int]:
-    """Look up a prompt's whole chunks in one round trip. Return their records, and how many leading
-    ones would be served."""
+    """Return the records of whole chunks, in one round trip, and how many would be served."""
     records = index.lookup(identity.namespace(), hashes) if hashes else []
     found = [shards_to_read(record, len(identity.groups)) for record in records]
     return records, usable_chunks(found, identity.groups, identity.chunk_tokens)

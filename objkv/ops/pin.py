@@ -8,6 +8,7 @@ read again; if they have changed, the update is repeated, so the last update ref
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from objkv.cache.pins import UNTIL_S_MAX, Pin, pin_path, read_pin, scan_pins
@@ -53,10 +54,7 @@ class PinList:
 
 
 def chain_of(index: ReadIndex, namespace: str, leaf: bytes) -> list[Record]:
-    """Return the records from the first chunk of a prompt to ``leaf``, with one lookup for each.
-
-    Raises ``NotStored`` if one of them is missing.
-    """
+    """Return the records from a first chunk to ``leaf``. Raises ``NotStored`` without one."""
     chain: list[Record] = []
     wanted, end = leaf, None
     while True:
@@ -93,11 +91,9 @@ class Pinner:
     def pin(
         self, namespace: str, chain: Sequence[Record], *, until_s: int, by: str | None = None
     ) -> PinnedPrefix:
-        """Pin the prefix of these records, first chunk first, until ``until_s``.
-
-        This replaces an earlier pin of the prefix, even a longer one. Chunks shared with other
-        pinned prefixes stay pinned until the last of these pins ends.
-        """
+        """Pin the prefix of these records, first chunk first, until ``until_s``. This replaces an
+        earlier pin of the prefix, even a longer one. Chunks shared with other pinned prefixes stay
+        pinned until the last of these pins ends."""
         assert chain
         now_s = self.clock()
         if not now_s < until_s < UNTIL_S_MAX:
@@ -110,11 +106,9 @@ class Pinner:
         return _pinned(pin, nbytes, missing)
 
     def unpin(self, namespace: str, leaf: bytes) -> PinnedPrefix | None:
-        """Remove the pin of the prefix that ends with ``leaf``; return None if there is none.
-
-        Its chunks expire ``ttl_s`` from now, unless other pins keep them. An unreadable document
-        pins nothing and is deleted.
-        """
+        """Remove the pin of the prefix that ends with ``leaf``; return None if there is none. Its
+        chunks expire ``ttl_s`` from now, unless other pins keep them. An unreadable document pins
+        nothing and is deleted."""
         path = pin_path(namespace, leaf)
         try:
             pin = read_pin(self.bulk, path)
@@ -129,10 +123,7 @@ class Pinner:
         return _pinned(pin, 0, missing)
 
     def _update(self, pin: Pin, without: str) -> int:
-        """Set the end of each chunk's pin in the index, by all documents except ``without``.
-
-        Returns the number of chunks without a record.
-        """
+        """Set the end of each chunk's pin; return how many are gone. ``without``: as ``_until``."""
         until = self._until(pin, without)
         for _ in range(_UPDATES_MAX):
             known = [
@@ -173,28 +164,17 @@ def list_pins(
 def remove_ended_pins(
     bulk: PruneStore, namespace: str, *, now_s: float, grace_s: float = 0.0
 ) -> int:
-    """Delete the documents of pins that ended ``grace_s`` ago, and return their number.
-
-    For sweeps. Each document is read again right before, because the pin may have been extended.
-    """
-    ended = [
-        pin.path()
-        for pin in scan_pins(bulk, namespace)
-        if isinstance(pin, Pin) and _is_over(pin, now_s - grace_s)
-    ]
+    """Delete the documents of pins that ended ``grace_s`` ago, and return their number. For sweeps.
+    Each document is read again right before, because the pin may have been extended."""
     removed = 0
-    for path in ended:
-        try:
-            pin = read_pin(bulk, path)
-        except PayloadError:
+    for pin in list(scan_pins(bulk, namespace)):
+        if isinstance(pin, PayloadError) or pin.until_s > now_s - grace_s:
             continue
-        if pin is not None and _is_over(pin, now_s - grace_s):
-            removed += bulk.delete(path)
+        with suppress(PayloadError):
+            now = read_pin(bulk, pin.path())
+            if now is not None and now.until_s <= now_s - grace_s:
+                removed += bulk.delete(pin.path())
     return removed
-
-
-def _is_over(pin: Pin, at_s: float) -> bool:
-    return pin.until_s <= at_s
 
 
 def _described(index: ReadIndex, pin: Pin) -> PinnedPrefix:

@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Self, cast
 
 from objkv.errors import ObjkvError
@@ -28,9 +27,7 @@ _ENVIRONMENT = {
 
 def die_with_parent() -> None:
     """For ``preexec_fn``: kill the child when the thread that started it ends for any reason.
-
-    Otherwise a killed parent would leave its children running.
-    """
+    Otherwise a killed parent would leave its children running."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -44,7 +41,6 @@ class ProgramFailed(ObjkvError):
         super().__init__(f"{what}; its log is {log_file}")
 
     def tail(self) -> str:
-        """The last lines of the log."""
         lines = self.log_file.read_text(errors="replace").splitlines()
         return "\n".join(lines[-_TAIL_LINES:])
 
@@ -60,20 +56,18 @@ class Program:
         settings: Mapping[str, str],
         *,
         speaks: bool = True,
-        listens: bool = False,
     ) -> None:
-        """``settings`` replace all ``OBJKV_`` variables of the environment.
-
-        Its output goes to ``log_file``. With ``speaks``, standard output is read by ``lines``; with
-        ``listens``, ``ask`` writes to its standard input.
-        """
+        """``settings`` replace all ``OBJKV_`` variables of the environment: a child must not use
+        the user's store. Its output goes to ``log_file``, but with ``speaks`` ``lines`` reads its
+        standard output."""
         self.name = name
         self.log_file = log_file
+        own = {name: value for name, value in os.environ.items() if not name.startswith("OBJKV_")}
         with log_file.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", *arguments],  # -P: no imports from the working directory
-                env={**_environment(), **settings},
-                stdin=subprocess.PIPE if listens else subprocess.DEVNULL,
+                env={**own, **_ENVIRONMENT, **settings},
+                stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE if speaks else log,
                 stderr=log,
                 start_new_session=True,
@@ -85,18 +79,10 @@ class Program:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.kill()
         if self._process.stdout is not None:
             self._process.stdout.close()
-        if self._process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.close()
 
     def lines(self, *, bound_s: float) -> Iterator[str]:
         """Yield output lines until the end. Raises ``ProgramFailed``, also after ``bound_s``."""
@@ -118,28 +104,6 @@ class Program:
         if status := self._process.wait():
             raise self.failed(f"ended with exit status {status}")
 
-    def ask(self, line: str, *, bound_s: float) -> str:
-        """Send ``line`` and return the answer. Raises ``ProgramFailed``, also after ``bound_s``."""
-        with contextlib.suppress(BrokenPipeError):
-            stdin = cast("IO[str]", self._process.stdin)
-            stdin.write(line + "\n")
-            stdin.flush()
-        return self.answer(bound_s=bound_s)
-
-    def answer(self, *, bound_s: float) -> str:
-        """Return the next output line. Raises ``ProgramFailed``, also after ``bound_s``."""
-        timer = threading.Timer(bound_s, self.kill)
-        timer.daemon = True
-        timer.start()
-        try:
-            line = cast("IO[str]", self._process.stdout).readline()
-        finally:
-            timer.cancel()
-        if not line:
-            self.kill()
-            raise self.failed("ended or did not answer in time")
-        return line
-
     def check(self) -> None:
         """Raise ``ProgramFailed`` if the program has ended."""
         if (status := self._process.poll()) is not None:
@@ -150,8 +114,7 @@ class Program:
         return ProgramFailed(f"{self.name} {what}", self.log_file)
 
     def end(self, *, bound_s: float) -> None:
-        """Ask the program to end, and wait until it has. Raises ``ProgramFailed``, also after
-        ``bound_s``."""
+        """Ask it to end, and wait for it. Raises ``ProgramFailed``, also after ``bound_s``."""
         self._process.terminate()
         try:
             status = self._process.wait(bound_s)
@@ -166,9 +129,3 @@ class Program:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-
-
-def _environment() -> dict[str, str]:
-    """The environment without objkv's settings: a child must not use the user's store."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith("OBJKV_")}
-    return own | _ENVIRONMENT

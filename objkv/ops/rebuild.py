@@ -7,7 +7,7 @@ run at the same time.
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -20,6 +20,7 @@ from objkv.index.base import Record
 from objkv.index.guarded import for_operators
 from objkv.ops.backends_view import (
     BackendsView,
+    Lease,
     StoredNamespace,
     StoredPayload,
     recorded,
@@ -34,38 +35,31 @@ HOT_ASK_BYTES_MAX = 1 << 20
 """Larger payloads are not searched in the hot store."""
 
 
+@dataclass(frozen=True, slots=True)
 class Rebuild:
     """Units that restore records, then units that restore pins and totals."""
 
-    def __init__(self, view: BackendsView, *, apply: bool) -> None:
-        """``apply``: False only counts."""
-        assert not view.is_own_index
-        self._view = view
-        self._apply = apply
+    view: BackendsView
+    apply: bool
+    """False only counts."""
 
     def parts(
-        self,
-        inventory: Inventory,
-        namespaces: Mapping[str, StoredNamespace],
-        *,
-        lost: bool = False,
+        self, inventory: Inventory, namespaces: Mapping[str, StoredNamespace], *, lost: bool = False
     ) -> Iterator[Unit]:
         """Restore the records of payloads that replicas read. Counts ``restored``, ``corrected``
         (wrong records), ``present`` and ``written`` (by others meanwhile). Findings are
-        ``corrupt``: unreadable, or claiming another key.
-
-        ``lost``: afterwards, only records that the index may have lost during this run.
-        """
+        ``corrupt``: unreadable, or claiming another key. ``lost``: afterwards, only records that
+        the index may have lost during this run."""
         for part in inventory.slices(_PAYLOADS):
             namespace = namespaces[part.namespace]
             if namespace.is_known and not namespace.is_old_format:
-                seal = self._view.seal_of(namespace)
+                seal = self.view.seal_of(namespace)
                 yield Unit(partial(self._part, inventory, part, seal, lost), items=part.number)
 
     def namespaces(self, namespaces: Iterable[str]) -> Iterator[Unit]:
         """Restore pins and totals. Counts ``pins``."""
-        for name in namespaces if self._apply else ():
-            yield count_exactly(self._view, name)
+        for name in namespaces if self.apply else ():
+            yield count_exactly(self.view, name)
             yield Unit(partial(self._restore_pins, name))
 
     def _part(
@@ -78,7 +72,7 @@ class Rebuild:
         check: Check,
     ) -> None:
         for items in inventory.items(part, _PAYLOADS):
-            for stored in with_records(self._view, part.namespace, items):
+            for stored in with_records(self.view, part.namespace, items):
                 check()
                 entry = stored.entry
                 assert entry is not None
@@ -95,7 +89,7 @@ class Rebuild:
     def _restore(self, stored: StoredPayload, entry: Entry, seal: Seal | None) -> tuple[str, str]:
         """Return what was done, as a counter, and what is wrong; nothing if it is gone."""
         try:
-            header = stored_header(self._view.bulk, entry, seal)
+            header = stored_header(self.view.bulk, entry, seal)
         except PayloadError as exc:
             return "corrupt", str(exc)
         if header is None:  # deleted meanwhile
@@ -104,30 +98,27 @@ class Rebuild:
             return "corrupt", f"claims to be {header.claim.key.path()}"
         if describes(stored.record, header):
             return "present", ""
-        if self._apply and not self._publish(stored, header, seal):
+        if self.apply and not self._publish(stored, header, seal):
             return "written", ""
         return "restored" if stored.shard is None else "corrected", ""
 
     def _publish(self, stored: StoredPayload, header: Header, seal: Seal | None) -> bool:
         """Publish the record; False if another process writes or has changed payload or record."""
-        view, key = self._view, stored.key
-        if not view.index.lease(key.path(), view.owner, ttl_ms=view.lease_ms):
-            return False  # the writer that has the lease publishes the record
-        try:
-            # Both may have changed since they were read; under the lease they stay unchanged.
-            if recorded(view.index, key)[1] != stored.shard:
+        view, key = self.view, stored.key
+        with Lease(view, key.path()) as lease:
+            # The writer that has the lease publishes the record. Otherwise both may have changed
+            # since they were read; under the lease they stay unchanged.
+            if lease is None or recorded(view.index, key)[1] != stored.shard:
                 return False
             assert stored.entry is not None
             now = stored_header(view.bulk, stored.entry, seal)
             if now is None or now.checksum != header.checksum:
                 return False
             publish_record(view.index, header, hot=self._is_hot(header), ttl_s=view.ttl_s)
-        finally:
-            view.index.release(key.path(), view.owner)
         return True
 
     def _is_hot(self, header: Header) -> bool:
-        hot = self._view.hot
+        hot = self.view.hot
         if hot is None or header.nbytes > HOT_ASK_BYTES_MAX:
             return False
         copy = hot.head(header.claim.key.path())
@@ -135,9 +126,9 @@ class Rebuild:
 
     def _restore_pins(self, namespace: str, counters: Counters, check: Check) -> None:
         now_s = time.time()
-        for prefix_hash, until_s in read_pins(self._view.bulk, namespace).items():
-            if until_s > now_s and for_operators(self._view.admin).pin(
-                namespace, prefix_hash, until_s=until_s, ttl_s=self._view.ttl_s
+        for prefix_hash, until_s in read_pins(self.view.bulk, namespace).items():
+            if until_s > now_s and for_operators(self.view.admin).pin(
+                namespace, prefix_hash, until_s=until_s, ttl_s=self.view.ttl_s
             ):
                 counters.count("pins")
 

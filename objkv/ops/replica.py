@@ -44,8 +44,6 @@ class _Value(BaseModel):
 
 
 class ReplicaPrompt(_Value):
-    """One request."""
-
     name: str
     texts: tuple[tuple[str, int], ...]
     """Names and lengths of the texts that follow one another, see ``random_tokens``."""
@@ -54,12 +52,10 @@ class ReplicaPrompt(_Value):
 
     @property
     def length(self) -> int:
-        """Its number of tokens."""
         return sum(length for _, length in self.texts)
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Its token ids."""
         return tuple(token for text in self.texts for token in random_tokens(*text))
 
 
@@ -77,13 +73,10 @@ class ReplicaSetup(_Value):
 
     @property
     def longest(self) -> int:
-        """The length of the longest prompt in tokens."""
         return max(prompt.length for prompt in self.prompts)
 
 
 class ReplicaAnswer(_Value):
-    """A replica's answer to one prompt."""
-
     prompt: str
     tokens: tuple[int, ...]
     served_tokens: int

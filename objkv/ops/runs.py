@@ -20,8 +20,6 @@ FINDINGS_MAX = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One finding."""
-
     kind: str
     key: str
     """Its path in the bulk store, or the expected path."""
@@ -36,14 +34,12 @@ class Counters:
     counts: Counter[str] = field(default_factory=Counter)
     """Counts by kind, of findings and others."""
     nbytes: Counter[str] = field(default_factory=Counter)
-    """Bytes by kind."""
     findings: list[Finding] = field(default_factory=list)
     """The first ``FINDINGS_MAX`` findings."""
     omitted: int = 0
     """The number of further findings."""
 
     def count(self, kind: str, nbytes: int = 0) -> None:
-        """Count one item of ``kind``."""
         self.counts[kind] += 1
         self.nbytes[kind] += nbytes
 
@@ -53,7 +49,6 @@ class Counters:
         self._keep(Finding(kind, key, nbytes, detail))
 
     def add(self, other: "Counters") -> None:
-        """Add the counts and findings of ``other``."""
         self.counts += other.counts
         self.nbytes += other.nbytes
         self.omitted += other.omitted
@@ -69,8 +64,7 @@ class Counters:
 
 Ending = Literal["complete", "interrupted"]
 OnProgress = Callable[[int, int | None], None]
-"""Called with the number of items that were begun, and the expected number of all, None if it is
-unknown."""
+"""Called with how many items were begun, and how many there are; None if unknown."""
 _PROGRESS_S = 0.5
 """Time between two reports of progress."""
 
@@ -88,8 +82,6 @@ class Check(Protocol):
 
 @dataclass(slots=True)
 class Unit:
-    """A piece of work."""
-
     work: Callable[[Counters, Check], None]
     """Fills the counters, calls the check regularly, and does not catch its exceptions."""
     items: float = 0.0
@@ -112,10 +104,7 @@ class WorkPool:
     def run(
         self, units: Iterable[Unit], on_progress: OnProgress = lambda done, total: None
     ) -> None:
-        """Run the units; none if an earlier batch was halted.
-
-        Raises the first error of a unit, after all running units have ended.
-        """
+        """Run the units, unless a batch was halted. Raises the first error after all ended."""
         every = list(units)
         if self.ending != "complete":
             return

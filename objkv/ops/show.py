@@ -11,9 +11,7 @@ from objkv.codec.payload import check_frames, frame_pages
 from objkv.codec.seal import Seal
 from objkv.codec.values import ENCRYPTED, Header
 from objkv.errors import ConfigError, PayloadError
-from objkv.index.base import ReadIndex
 from objkv.keys.chunk import ChunkKey
-from objkv.ops.backends_view import record_keys
 from objkv.stores.base import ReadStore
 
 BEGINNING_CHARS_MIN = 4
@@ -26,8 +24,6 @@ Verdict = Literal["ok", "corrupt", "missing"]
 
 @dataclass(frozen=True, slots=True)
 class FrameReport:
-    """The result of checking one layer's frame."""
-
     layer: str
     dtype: str
     shape: tuple[int, ...]
@@ -45,7 +41,6 @@ class PayloadReport:
     key: str
     verdict: Verdict
     problem: str | None
-    """The first problem found, if any."""
     nbytes: int | None
     group: int
     shard: str
@@ -74,11 +69,9 @@ class PayloadReport:
 def find_payloads(
     bulk: ReadStore, namespaces: Iterable[str], beginning: str
 ) -> dict[tuple[str, bytes], list[ChunkKey]]:
-    """Return the payloads of chunks whose hash starts with ``beginning``.
-
-    The result is by namespace and prefix hash. Lists at most 1,000 entries per namespace. Raises
-    ``ConfigError`` unless ``beginning`` is 4 to 40 hex digits.
-    """
+    """Return the payloads of chunks whose hash starts with ``beginning``. The result is by
+    namespace and prefix hash. Lists at most 1,000 entries per namespace. Raises ``ConfigError``
+    unless ``beginning`` is 4 to 40 hex digits."""
     if _BEGINNING.fullmatch(beginning) is None:
         raise ConfigError(
             f"{beginning!r} is not the hash of a chunk; give its 40 hex digits or at least the "
@@ -98,26 +91,15 @@ def find_payloads(
 
 def choose_chunk(found: Collection[tuple[str, bytes]], beginning: str) -> tuple[str, bytes] | None:
     """Return the one chunk of ``found``, by namespace and prefix hash; None if there is none.
-
-    Raises ``ConfigError`` with the choices if several start with ``beginning``.
-    """
+    Raises ``ConfigError`` with the choices if several start with ``beginning``."""
     if len(found) > 1:
         choices = ", ".join(digest.hex() for _, digest in sorted(found)[:_CHOICES])
         raise ConfigError(f"{len(found)} chunks start with {beginning}; give one of {choices}")
     return next(iter(found), None)
 
 
-def promised_payloads(index: ReadIndex, namespace: str, prefix_hash: bytes) -> list[ChunkKey]:
-    """Return the payloads in the chunk's record; some may be missing."""
-    [record] = index.lookup(namespace, [prefix_hash])
-    return [] if record is None else list(record_keys(namespace, record))
-
-
 def inspect_payload(bulk: ReadStore, key: ChunkKey, seal: Seal | None = None) -> PayloadReport:
-    """Get the payload and verify its header, its claim and every frame, and its seal if given.
-
-    Reads no more bytes than the header states.
-    """
+    """Verify its header, claim, frames, and its seal if given. Reads what the header states."""
     path = key.path()
     found = bulk.head(path)
     payload = None if found is None else bulk.get(path, 0, HEADER_BYTES_MAX)

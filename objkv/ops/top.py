@@ -31,14 +31,11 @@ _USAGE_EVERY_S: Final = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """The result of one scrape."""
-
     at_s: float
     """Time by the clock that rates use."""
     values: Mapping[str, float]
     """Values by name, with ``_`` for ``:``; empty if the scrape failed."""
     problem: str | None = None
-    """The reason of a failed scrape."""
 
 
 class MetricsSource:
@@ -87,7 +84,6 @@ class MetricsSource:
         return Scrape(self._clock(), {}, without_secrets(said)[:_PROBLEM_CHARS_MAX])
 
     def close(self) -> None:
-        """Close its connections."""
         self._http.close()
 
     def _text(self, began: float) -> str:
@@ -105,8 +101,7 @@ class MetricsSource:
 
 
 def values_of(text: str) -> dict[str, float]:
-    """Return finite values summed over labels. Raises ValueError for text that is not in Prometheus
-    format."""
+    """Return finite values summed over labels. Raises ValueError for other text."""
     values: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -165,8 +160,6 @@ _IS_OPEN: Final = "breaker_open_"
 
 @dataclass(frozen=True, slots=True)
 class TopRow:
-    """One replica or node agent."""
-
     name: str
     state: str
     """``up``, ``down``, ``new`` (scraped once so far), ``restarted``, or not one of this kind."""
@@ -178,8 +171,6 @@ class TopRow:
 
 @dataclass(frozen=True, slots=True)
 class StoredTotals:
-    """What is stored, according to the index."""
-
     nbytes: int
     payloads: int
     namespaces: int
@@ -187,8 +178,6 @@ class StoredTotals:
 
 @dataclass(frozen=True, slots=True)
 class TopView:
-    """Everything shown at one moment."""
-
     rows: tuple[TopRow, ...]
     total: Mapping[str, float]
     """Sums over the replicas."""
@@ -201,8 +190,7 @@ class TopView:
 
 
 def hit_rate(values: Mapping[str, float]) -> float | None:
-    """Return the share of the tokens that replicas did not have themselves, and objkv served; None
-    without such tokens."""
+    """Return the share that objkv served of the tokens that replicas lacked; None without such."""
     asked = values["tokens"] - values["local_tokens"]
     return (values["hot_tokens"] + values["bulk_tokens"]) / asked if asked > 0 else None
 

@@ -70,8 +70,6 @@ _RECENT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """The result of checking one payload."""
-
     verdict: Verdict
     nbytes: int
     detail: str = ""
@@ -84,8 +82,7 @@ class Checked:
 
 
 class Budget:
-    """A limit on the bytes that all threads together hold in memory. A request above the limit
-    waits until it is the only one."""
+    """A limit on the bytes that all threads hold. A larger request waits until it is alone."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
@@ -106,40 +103,32 @@ class Budget:
                 self._changed.notify_all()
 
 
+@dataclass(frozen=True, slots=True)
 class Checker:
     """Checks payloads by key. Read-only. Safe from many threads."""
 
-    def __init__(
-        self,
-        view: BackendsView,
-        budget: Budget,
-        *,
-        sleep: Callable[[float], None] = time.sleep,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._clock = clock
-        self._view = view
-        self._budget = budget
-        self._sleep = sleep
+    view: BackendsView
+    budget: Budget
+    sleep: Callable[[float], None] = time.sleep
+    clock: Callable[[], float] = time.time
 
     def check(self, key: ChunkKey, seal: Seal | None) -> tuple[Checked, Record | None]:
-        """Check the payload of ``key``. Return the result and its record. A bad payload is checked
-        once more, because a writer may be at work."""
+        """Return the result and the record. Checks a bad payload twice: a writer may be at work."""
         checked, record = self.look(key, seal)
         if checked.verdict in ("ok", "changed"):
             return checked, record
-        if abs(self._clock() - checked.written_s) < _RECENT_S:
-            self._sleep(_PAUSE_S)
+        if abs(self.clock() - checked.written_s) < _RECENT_S:
+            self.sleep(_PAUSE_S)
         return self.look(key, seal)
 
     def look(self, key: ChunkKey, seal: Seal | None) -> tuple[Checked, Record | None]:
         """Like ``check``, without the second check."""
         record = None
-        if not self._view.is_own_index:
-            record, shard = recorded(self._view.index, key)
+        if not self.view.is_own_index:
+            record, shard = recorded(self.view.index, key)
             if shard is None:
                 return Checked("changed", 0), None
-        entry = self._view.bulk.head(key.path())
+        entry = self.view.bulk.head(key.path())
         if entry is None:
             if record is None:
                 return Checked("changed", 0), None
@@ -154,9 +143,9 @@ class Checker:
         nbytes = entry.nbytes
         try:
             if nbytes > LARGE_BYTES:
-                stored_header(self._view.bulk, entry, seal)
-            with self._budget.taking(nbytes):
-                payload = self._view.bulk.get(key.path())
+                stored_header(self.view.bulk, entry, seal)
+            with self.budget.taking(nbytes):
+                payload = self.view.bulk.get(key.path())
                 if payload is None:
                     return Checked("changed", 0)
                 header = self.read(payload, seal)
@@ -190,7 +179,7 @@ class Checker:
         return header
 
     def _is_copy_wrong(self, key: ChunkKey, payload: bytes) -> bool:
-        copy = None if self._view.hot is None else self._view.hot.get(key.path())
+        copy = None if self.view.hot is None else self.view.hot.get(key.path())
         return copy is not None and copy != payload
 
 
@@ -200,19 +189,6 @@ class _Share:
 
     seen: int = 0
     wrong: int = 0
-
-    @property
-    def is_most(self) -> bool:
-        """Whether so many are bad that the cause is elsewhere."""
-        return self.wrong >= MOST_AT_LEAST and 2 * self.wrong > self.seen
-
-    def refusal(self, why: str) -> str:
-        """Return the reason why nothing is quarantined. ``why`` describes the bad ones."""
-        return (
-            f"{self.wrong} of {self.seen} payloads are bad, {why}: nothing was quarantined; check "
-            "the keys and settings, and that bulk_url and index_url belong together; objkv verify "
-            "without --apply lists the payloads, --force quarantines them"
-        )
 
 
 class Verify:
@@ -250,7 +226,6 @@ class Verify:
         self._judge_all(self._records, records, missing, "they are missing")
 
     def sample(self, keys: Sequence[ChunkKey]) -> Iterator[Unit]:
-        """Check the payloads of these keys."""
         for key in keys:
             yield Unit(partial(self._verify, key), items=1)
 
@@ -271,8 +246,7 @@ class Verify:
                 counters.count(done, finding.nbytes)
 
     def other_keys(self, found: Counters) -> str | None:
-        """Return why nothing may be quarantined if most payloads of a namespace are
-        sealed with other keys."""
+        """Return why nothing may be quarantined if other keys sealed most of a namespace."""
         for name in self._namespaces:
             seen, other = found.counts[f"seen {name}"], found.counts[f"other keys {name}"]
             if 2 * other > seen:
@@ -313,19 +287,23 @@ class Verify:
         with self._lock:
             share.seen += seen
             share.wrong += wrong
-            is_most = wrong > 0 and share.is_most
+            is_most = wrong > 0 and share.wrong >= MOST_AT_LEAST and 2 * share.wrong > share.seen
         if is_most and not self._force:
-            self.refusal = share.refusal(f"the last one with {why!r}")
+            self.refusal = (
+                f"{share.wrong} of {share.seen} payloads are bad, the last one with {why!r}: "
+                "nothing was quarantined; check the keys and settings, and that bulk_url and "
+                "index_url belong together; objkv verify without --apply lists the payloads, "
+                "--force quarantines them"
+            )
             if self._quarantine:
                 raise ConfigError(self.refusal)
 
     def _set_right(self, key: ChunkKey, verdict: str) -> str | None:
         """Repair or quarantine a payload; return the counter to increment, or None."""
-        lease = Lease(self._view, key.path())
-        if not lease.acquire():
-            return None
         view, path = self._view, key.path()
-        try:
+        with Lease(view, path) as lease:
+            if lease is None:
+                return None
             now, now_record = self._checker.look(key, self._seal_of(key.namespace))
             if now.verdict != verdict or not lease.renew():
                 return None
@@ -338,8 +316,6 @@ class Verify:
                 publish_record(view.index, now.header, hot=is_hot, ttl_s=view.ttl_s)
                 return "mended"
             return self._take_away(key, now, now_record, lease)
-        finally:
-            lease.release()
 
     def _take_away(
         self, key: ChunkKey, found: Checked, record: Record | None, lease: Lease

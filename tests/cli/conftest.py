@@ -38,19 +38,12 @@ JSON_KEYS = {
     ],
     "exporter": ["name labels value", "url metrics"],
     "gpu-check": ["objkv model gpu cases failure passed"],
-    "ls": [
-        "source namespaces omitted tenants quota_bytes",
-        "prefixes omitted",
-        "branches omitted",
-    ],
+    "ls": ["source namespaces omitted tenants quota_bytes", "prefixes omitted", "branches omitted"],
     "match": [
         "namespace model chunk_tokens prompt_tokens usable_tokens stored_chunks chunks"
         " memory? explanation?"
     ],
-    "pin": [
-        "namespace leaf tokens chunks until_s nbytes missing by created_s",
-        "pins problems",
-    ],
+    "pin": ["namespace leaf tokens chunks until_s nbytes missing by created_s", "pins problems"],
     "prefetch": [
         "chunks stored started resident refused started_bytes resident_bytes refused_bytes"
         " namespace prompt_tokens waited arrived arrived_bytes seconds"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from objkv.cli import gpu_check as module
+from objkv.cli import demo as module
 from objkv.ops.gpu_check import (
     Answers,
     GpuCheck,
@@ -68,10 +68,7 @@ def test_prompts_share_documents_and_nothing_else() -> None:
 def test_answers_must_be_those_of_a_replica_without_objkv(
     saving: Answers, loading: Answers, wrong: list[str]
 ) -> None:
-    cases = [
-        *compare_saving([LENGTH], ALONE, saving),
-        *compare_loading([LENGTH], ALONE, loading),
-    ]
+    cases = [*compare_saving([LENGTH], ALONE, saving), *compare_loading([LENGTH], ALONE, loading)]
     assert len(cases) == 5
     assert [case.name for case in cases if not case.ok] == wrong
 

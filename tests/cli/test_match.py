@@ -24,6 +24,9 @@ def test_a_stored_prompt_is_told_chunk_by_chunk(run: Run, machine: Machine, prom
     assert all(digest in ran.out for digest in hashes)
     assert "48 of 50 tokens would be served" in ran.out
     assert "the last 2 tokens do not fill a chunk" in ran.out
+    for index, hits in (("", "0"), ("--index-url=bulk:", "–")):
+        lines = run("match", "--tokens", str(prompt), *filter(None, [index])).out.splitlines()
+        assert [line.split()[6] for line in lines if hashes[0] in line] == [hits]
 
 
 def test_tokens_come_from_standard_input_or_from_text(

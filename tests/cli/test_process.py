@@ -43,10 +43,7 @@ finally:
 def imported(*arguments: str) -> set[str]:
     """The modules that a process imports in which a command succeeds."""
     ran = subprocess.run(
-        [sys.executable, "-c", IMPORTED, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=280,
+        [sys.executable, "-c", IMPORTED, *arguments], capture_output=True, text=True, timeout=280
     )
     assert ran.returncode == 0, ran.stderr
     return set(ran.stderr.split())
@@ -115,9 +112,7 @@ def test_python_runs_the_command_too(start: tuple[str, str]) -> None:
 
 def test_a_reader_that_goes_away_is_not_what_a_check_found() -> None:
     process = subprocess.Popen(
-        [str(OBJKV), "doctor"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        [str(OBJKV), "doctor"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     assert process.stdout is not None
     process.stdout.close()
@@ -168,7 +163,4 @@ def test_input_that_is_no_text_is_said(tmp_path: Path) -> None:
     (tmp_path / "tokens").write_bytes(b"\xff")
     strict = {"PYTHONIOENCODING": "utf-8:strict"}
     ran = ran_by_a_shell(f"match < {tmp_path / 'tokens'}", **strict)
-    assert (ran.returncode, ran.stderr.split(b";")[0]) == (
-        2,
-        b"objkv: '\\udcff' is not a token id",
-    )
+    assert (ran.returncode, ran.stderr.split(b";")[0]) == (2, b"objkv: '\\udcff' is not a token id")

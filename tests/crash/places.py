@@ -44,13 +44,7 @@ class Place:
         return self.view_of(self.used)
 
     def view_of(self, backends: Backends) -> BackendsView:
-        view = BackendsView.of(
-            self.config,
-            (backends.bulk, backends.hot),
-            backends.index,
-            backends.admin,
-            command="crash",
-        )
+        view = BackendsView.of(self.config, backends, "crash")
         # One owner in the process and its children: what a killed one leased is not waited for.
         return replace(view, owner=f"crash-{os.getpid()}", lease_ms=LEASE_MS)
 

@@ -78,7 +78,7 @@ def save_all(
 def sweep_all(view: BackendsView) -> Counters:
     """As ``objkv sweep --apply --force --grace 0``."""
     pool = WorkPool(workers=2)
-    limits = SweepLimits(apply=True, grace_s=-60, put_s=-60, force=True)
+    limits = SweepLimits(apply=True, grace_s=-60, put_s=-60)
     work = Sweep(view, walked(view), limits)
     for units in (work.leftovers(), work.parts(), work.missing(), work.documents(), work.totals()):
         pool.run(units)

@@ -18,8 +18,8 @@ from objkv.config import load_config
 from objkv.keys.prefix import PromptExtras
 from objkv.ops.chat import LocalTokenizer
 from objkv.ops.match import match_prompt
-from objkv.ops.warm.lookup import known_identities
 from objkv.ops.warm.prompts import read_prompts
+from objkv.ops.warm.run import known_identities
 from objkv.telemetry import NullRecorder
 from tests.engine import model
 from tests.engine.scenario import Values, scenario

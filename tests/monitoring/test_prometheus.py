@@ -19,13 +19,7 @@ import yaml
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from objkv.agent.http.metrics import LEVELS, PREFIX, TOTALS, metrics_page
-from objkv.connector.counters import (
-    COUNTERS,
-    ENCODER_METRICS,
-    HISTOGRAMS,
-    KV_METRICS,
-    TIER_METRICS,
-)
+from objkv.connector.counters import COUNTERS, ENCODER_METRICS, HISTOGRAMS, KV_METRICS, TIER_METRICS
 from objkv.connector.metrics import ObjKVPromMetrics
 from objkv.index.redis.index import RedisIndex
 from objkv.ops.exporter.metrics import METRICS

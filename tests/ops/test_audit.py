@@ -31,14 +31,7 @@ from tests.contracts.damage import DamagedStore, Defects
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
 from tests.support.audit import Auditor, hash_of, save_prompts, stored, tokens_of
-from tests.support.samples import (
-    IDENTITY,
-    LEFT,
-    NAMESPACE,
-    RIGHT,
-    save,
-    save_identity,
-)
+from tests.support.samples import IDENTITY, LEFT, NAMESPACE, RIGHT, save, save_identity
 
 DAY_S = 86_400
 NOW_S = 20_000 * DAY_S + 3_600.0
@@ -249,17 +242,18 @@ def test_another_length_than_recorded_is_corrupt() -> None:
     assert counts(Auditor(bulk, index).all()) == {"corrupt": 1}
 
 
-def test_an_audit_of_one_namespace_tells_nothing_of_what_others_left() -> None:
+def test_an_audit_of_one_namespace_tells_nothing_of_what_others_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     bulk, index = stored([(1,)])
     own, other = f"{NAMESPACE}/ab/x", f"{'5' * 32}/ab/x"
     for key in (own, other):
         bulk.put(f"quarantine/{key}", b"taken out")
     killed = [Unfinished(key, "1", 7, 0.0) for key in (own, other, f"quarantine/{other}")]
-    auditor = Auditor(bulk, index, only=NAMESPACE, unfinished=lambda: killed)
-    named = [one.key for one in auditor.all().findings.first]
+    monkeypatch.setattr(bulk, "unfinished", lambda: killed)
+    named = [one.key for one in Auditor(bulk, index, only=NAMESPACE).all().findings.first]
     assert sorted(named) == [f"{own} (1)", f"quarantine/{own}"]
-    everything = Auditor(bulk, index, unfinished=lambda: killed)
-    assert counts(everything.all()) == {"temporary": 3, "quarantined": 2}
+    assert counts(Auditor(bulk, index).all()) == {"temporary": 3, "quarantined": 2}
 
 
 PLANTED = (

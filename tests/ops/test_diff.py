@@ -10,14 +10,7 @@ from hypothesis import strategies as st
 
 from objkv.errors import ConfigError
 from objkv.keys.identity import GroupIdentity, Identity, sealed_extra
-from objkv.ops.diff import (
-    REASONS,
-    DiffReport,
-    Document,
-    diff,
-    namespace_of,
-    parse_document,
-)
+from objkv.ops.diff import REASONS, DiffReport, Document, diff, namespace_of, parse_document
 
 LAYERS = tuple(f"model.layers.{i}.self_attn.attn" for i in range(28))
 GROUP = GroupIdentity("full", None, LAYERS, heads=8, content=256, block_size=16)
@@ -102,9 +95,7 @@ def test_what_an_identity_has_is_all_explained() -> None:
 
 def test_another_dtype_is_one_cause_with_what_follows_from_it() -> None:
     report = against(
-        extra=(("dtype", "float32"),),
-        kv_dtype="float32",
-        page_layout="opaque:x86_64-avx512-vec",
+        extra=(("dtype", "float32"),), kv_dtype="float32", page_layout="opaque:x86_64-avx512-vec"
     )
     assert [d.field for d in report.differences if d.follows_from is None] == ["extra.dtype"]
     assert report.reason == "they do not share: dtype differs"

@@ -12,8 +12,7 @@ from objkv.errors import StoreDenied, StoreError, StoreUnavailable
 from objkv.index.base import ServerFacts, Usage
 from objkv.keys.chunk import ChunkKey
 from objkv.ops.exporter.metrics import StoreCollector
-from objkv.ops.exporter.scan import Scans
-from objkv.ops.exporter.watch import Asks, BackendsWatch
+from objkv.ops.exporter.watch import BackendsWatch, Scans
 from tests.contracts.clock import ManualClock
 from tests.contracts.flaky import FlakyStore
 from tests.contracts.memory_index import MemoryIndex
@@ -37,14 +36,15 @@ class World:
         self.usage: list[Usage] = []
         self.errors: dict[str, StoreError] = {}
         self.during: Callable[[], None] = lambda: None
-        asks = Asks(
+        self.watch = BackendsWatch(
             {"bulk": lambda: self._asked("bulk"), "index": lambda: self._asked("index")},
+            self.bulk,
             usage=self._usage,
             facts=lambda: ServerFacts("valkey", "8.0", "standalone", 0, "noeviction", 4096, 0.25),
-            documents=self.bulk,
-        )
-        self.watch = BackendsWatch(
-            asks, every_s=15.0, late_s=10.0, clock=self.clock, monotonic=self.clock
+            every_s=15.0,
+            late_s=10.0,
+            clock=self.clock,
+            monotonic=self.clock,
         )
 
     def _asked(self, end: str) -> None:
@@ -56,11 +56,6 @@ class World:
         if error := self.errors.get("usage"):
             raise error
         return self.usage
-
-    def ask(self) -> None:
-        """One round."""
-        self.watch.ask("index")
-        self.watch.ask("bulk")
 
     def page(self, scans: Scans | None = None) -> Told:
         """What a scrape reads: values by metric, and within that by the labels' values."""
@@ -89,7 +84,7 @@ def test_nothing_is_told_of_what_was_not_asked_yet(world: World) -> None:
 def test_what_is_stored_is_told_with_whose_it_is(world: World) -> None:
     save_identity(world.bulk)
     world.usage = [Usage(NAMESPACE, 4_000, 7, counted_s=900)]
-    world.ask()
+    world.watch.ask_all()
     page = world.page()
     whose = f"{NAMESPACE}|{IDENTITY.tenant}|{IDENTITY.model}"
     assert page["objkv_stored_bytes"] == {whose: 4_000}
@@ -106,17 +101,17 @@ def test_an_end_that_fails_is_down_and_the_rest_is_told_as_before(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     world.usage = [Usage(NAMESPACE, 4_000, 7, 0)]
-    world.ask()
+    world.watch.ask_all()
     world.errors = {"index": StoreUnavailable("no answer"), "bulk": StoreDenied("403")}
     world.clock.advance(60)
     for _ in range(3):
-        world.ask()
+        world.watch.ask_all()
     page = world.page()
     assert page["objkv_up"] == {"bulk": 0, "index": 0}
     assert page["objkv_stored_bytes"] == {f"{NAMESPACE}||": 4_000}
     assert page["objkv_usage_timestamp_seconds"] == {"": 1_000}
     world.errors = {}
-    world.ask()
+    world.watch.ask_all()
     assert world.page()["objkv_up"] == {"bulk": 1, "index": 1}
     assert [record.getMessage() for record in caplog.records] == [
         "end down end=index reason=no answer",
@@ -127,7 +122,7 @@ def test_an_end_that_fails_is_down_and_the_rest_is_told_as_before(
 
 
 def test_an_end_that_hangs_is_down_and_a_scrape_does_not_wait(world: World) -> None:
-    world.ask()
+    world.watch.ask_all()
     seen: list[float] = []
 
     def scraped_meanwhile() -> None:
@@ -225,7 +220,7 @@ def test_a_scan_that_breaks_off_is_counted_and_the_last_whole_one_stays() -> Non
 
 def test_prometheus_parses_the_page(world: World) -> None:
     world.usage = [Usage('a"b\\c\nd', 5, 1, 0)]
-    world.ask()
+    world.watch.ask_all()
     registry = CollectorRegistry()
     registry.register(StoreCollector(CONFIG, world.watch))
     text = generate_latest(registry).decode()

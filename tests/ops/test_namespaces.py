@@ -18,7 +18,7 @@ from objkv.ops.backends_view import (
     read_identity,
 )
 from objkv.ops.listing import find_namespace, list_namespaces
-from objkv.ops.warm.lookup import known_identities
+from objkv.ops.warm.run import known_identities
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
 from tests.support.samples import (

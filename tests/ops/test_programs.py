@@ -1,4 +1,4 @@
-"""Child programs: their output, their answers, and that they end with their parent."""
+"""Child programs: their output, and that they end with their parent."""
 
 import subprocess
 import sys
@@ -17,9 +17,6 @@ program = Program("it", ("-c", "import time; time.sleep(1e6)"), Path(sys.argv[1]
 print(program._process.pid, flush=True)
 sys.stdin.read()
 """
-
-
-ECHO = "import sys\nfor line in sys.stdin: print(line.strip().upper(), flush=True)"
 
 
 def runs(pid: int) -> bool:
@@ -70,15 +67,9 @@ def test_a_program_that_fails_leaves_its_last_words(tmp_path: Path) -> None:
         assert failed.value.tail() == "no"
 
 
-def test_a_program_that_listens_answers_each_line(tmp_path: Path) -> None:
-    with Program("it", ("-c", ECHO), tmp_path / "log", {}, listens=True) as program:
-        assert [program.ask(line, bound_s=280) for line in ("a", "b")] == ["A\n", "B\n"]
-
-
-def test_one_that_does_not_answer_in_time_is_ended(tmp_path: Path) -> None:
+def test_one_that_does_not_end_in_time_is_ended(tmp_path: Path) -> None:
     silent = "import time; time.sleep(1e6)"
-    with Program("it", ("-c", silent), tmp_path / "log", {}, listens=True) as program:
-        with pytest.raises(ProgramFailed, match="did not answer in time"):
-            program.ask("a", bound_s=0.01)
-        with pytest.raises(ProgramFailed, match="exit status -9"):
-            program.check()
+    with Program("it", ("-c", silent), tmp_path / "log", {}) as program:
+        with pytest.raises(ProgramFailed, match="did not finish within"):
+            list(program.lines(bound_s=0.01))
+        assert program._process.wait(60) == -9

@@ -8,14 +8,7 @@ from threading import Event, Lock
 import pytest
 
 from objkv.errors import StoreUnavailable
-from objkv.ops.runs import (
-    FINDINGS_MAX,
-    Check,
-    Counters,
-    Finding,
-    Unit,
-    WorkPool,
-)
+from objkv.ops.runs import FINDINGS_MAX, Check, Counters, Finding, Unit, WorkPool
 
 
 class Work:

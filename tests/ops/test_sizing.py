@@ -13,8 +13,7 @@ from objkv.errors import ConfigError
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard, frame_name
 from objkv.ops.models.layers import CacheLayer
-from objkv.ops.size.model import ModelShape, read_model
-from objkv.ops.size.sizing import Load, ReplicaLayout, Sizing, size_fleet
+from objkv.ops.size.sizing import Load, ModelShape, ReplicaLayout, Sizing, read_model, size_fleet
 
 TINY = ModelShape("tiny", (CacheLayer("full", 4, 128),) * 3, "bfloat16", "a test")
 LAYOUT = ReplicaLayout(chunk_tokens=64, block_size=16, tp_size=1)

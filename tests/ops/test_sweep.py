@@ -45,10 +45,7 @@ class World:
         self.view = view_of(self.bulk, self.index)
 
     def sweep(
-        self,
-        *,
-        quota_bytes: int = 0,
-        after_the_walk: Callable[[], object] = lambda: None,
+        self, *, quota_bytes: int = 0, after_the_walk: Callable[[], object] = lambda: None
     ) -> Counters:
         """All categories, whatever its age."""
         pool = WorkPool(workers=2)

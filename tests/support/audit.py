@@ -6,7 +6,7 @@ and one unknown; times, texts and numbers fit together.
 
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -15,18 +15,18 @@ from pydantic import TypeAdapter
 
 from objkv.config import load_config
 from objkv.config.prices import LIST_PRICES
-from objkv.index.base import PruneIndex, ReadIndex
+from objkv.index.base import PruneIndex
 from objkv.keys.prefix import prefix_hashes
 from objkv.ops.audit.audit import make_report
 from objkv.ops.audit.report import AuditReport
 from objkv.ops.doctor.servers import ReadRules
 from objkv.ops.inventory.file import Inventory
-from objkv.ops.inventory.walk import ReadView, Walk, find_scope
+from objkv.ops.inventory.walk import Walk, find_scope
 from objkv.ops.runs import WorkPool
-from objkv.stores.base import PruneStore, ReadStore, Unfinished
+from objkv.stores.base import PruneStore
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
-from tests.support.samples import CHUNK, NAMESPACE, save, save_identity
+from tests.support.samples import CHUNK, NAMESPACE, save, save_identity, view_of
 
 Prompt = tuple[int, ...]
 """One number for each chunk."""
@@ -64,17 +64,16 @@ def ways_on(chunks: set[Prompt], prompt: Prompt) -> int:
 class Auditor:
     def __init__(
         self,
-        bulk: ReadStore,
-        index: ReadIndex,
+        bulk: PruneStore,
+        index: PruneIndex,
         *,
         is_own_index: bool = False,
         only: str | None = None,
         clock: Callable[[], float] = time.time,
-        unfinished: Callable[[], Iterable[Unfinished]] = tuple,
         lifecycle: ReadRules = lambda: None,
         **options: Any,
     ) -> None:
-        view = ReadView(bulk, index, is_own_index, unfinished=unfinished)
+        view = view_of(bulk, index, is_own_index=is_own_index)
         self.inventory = Inventory(clock=clock)
         self.pool = WorkPool(workers=2)
         self.walk = Walk(view, self.inventory, find_scope(view, only), 2, clock)

@@ -22,7 +22,7 @@ from objkv.keys.prefix import PromptExtras, prefix_hashes, root_hash, token_dige
 from objkv.keys.topology import Shard
 from objkv.ops.backends_view import BackendsView
 from objkv.ops.inventory.file import Inventory
-from objkv.ops.inventory.walk import Walk, find_scope, read_view
+from objkv.ops.inventory.walk import Walk, find_scope
 from objkv.ops.runs import WorkPool
 from objkv.stores.base import HotStore, PruneStore, WriteStore
 
@@ -124,8 +124,7 @@ def view_of(
 
 
 def walked(view: BackendsView, only: str | None = None) -> Walk:
-    seen = read_view(view)
-    walk = Walk(seen, Inventory(), find_scope(seen, only), 2)
+    walk = Walk(view, Inventory(), find_scope(view, only), 2)
     for units in (walk.records(), walk.payloads(), walk.leftovers()):
         WorkPool(workers=2).run(units)
     walk.judge(ttl_s=view.ttl_s)

@@ -88,7 +88,9 @@ def make_report(
     doubts = () if view.is_own_index else find_doubts(inventory, scope, ttl_s=config.ttl_s)
     wrong = count_findings(inventory, grace_s=grace_s)
     namespaces = _namespace_audits(inventory, scope.namespaces, scope.every, wrong)
-    every = _totals(namespaces)
+    tenants = {one.tenant for one in namespaces if one.tenant is not None}
+    counted = {"namespaces": len(namespaces), "tenants": len(tenants)}
+    every = AuditTotals(**counted, **_together(namespaces))
     unused = every.unused_bytes
     pins = list_pins(view.bulk, view.index, list(scope.namespaces), now_s=now_s)
     report = AuditReport(
@@ -247,11 +249,6 @@ def _tenant_audits(
         for tenant, group in groups.items()
     ]
     return tuple(sorted(audits, key=lambda one: (-one.nbytes, one.tenant or "")))
-
-
-def _totals(namespaces: Sequence[NamespaceAudit]) -> AuditTotals:
-    tenants = {one.tenant for one in namespaces if one.tenant is not None}
-    return AuditTotals(namespaces=len(namespaces), tenants=len(tenants), **_together(namespaces))
 
 
 def _together(namespaces: Sequence[NamespaceAudit]) -> dict[str, Any]:

@@ -37,9 +37,7 @@ class StoredAudit:
     unused_bytes: int | None
     """Payload bytes of chunks that have a record but no hit."""
     oldest_s: int | None
-    """When the oldest payload was written."""
     newest_s: int | None
-    """When the newest payload was written."""
     last_used_s: int | None
     """When a chunk was last hit."""
 
@@ -54,8 +52,6 @@ class AuditTotals(StoredAudit):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamespaceAudit(StoredAudit):
-    """One namespace."""
-
     namespace: str
     model: str | None
     """None, like the other values of the identity document, if that is unreadable."""
@@ -66,7 +62,6 @@ class NamespaceAudit(StoredAudit):
     is_known: bool
     """Whether its identity document is valid; otherwise its payloads are unidentified."""
     problem: str | None
-    """What is wrong with the identity document."""
     findings: Mapping[str, int]
     """How many it has of each kind that it has at all."""
     faults: int
@@ -92,8 +87,7 @@ JSON_FORMAT: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class CostAudit:
-    """Monthly cost of storing what is stored now, in US dollars. Requests are not included:
-    ``objkv size`` estimates them."""
+    """Monthly cost of storing what is stored now, in US dollars, without requests."""
 
     prices: Prices
     month: float
@@ -104,10 +98,8 @@ class CostAudit:
 @dataclass(frozen=True, slots=True)
 class SavingsAudit:
     """The savings by loads, as the replicas that loaded measured them. They outlive the chunks.
-
     Measured are the loads, their duration, and how long the same replica computed a token of a
-    prompt at that time. Assumed is that it would have computed every loaded token at this pace.
-    """
+    prompt at that time. Assumed is that it would have computed every loaded token at this pace."""
 
     first_month: str | None
     """Since when replicas have reported; None, like all sums, if none has."""

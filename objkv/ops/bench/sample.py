@@ -49,7 +49,6 @@ class Shape:
         assert self.layer_bytes % (_BLOCK_TOKENS * _CONTENT * 2) == 0
 
     def specs(self) -> list[LayerSpec]:
-        """Return the layers' specs."""
         blocks = self.layer_bytes // (_BLOCK_TOKENS * _CONTENT * 2)
         shape = (blocks, 1, _BLOCK_TOKENS, _CONTENT)
         return [LayerSpec(f"layers.{i}", "BF16", shape) for i in range(self.layers)]
@@ -104,10 +103,8 @@ def stored_for_a_while(
     store: HotStore, samples: list[PayloadSample], *, expires: bool
 ) -> Iterator[None]:
     """After the block, delete the samples that it has put, as far as the rights allow it.
-
     ``expires``: whether the store lets values expire by itself. If not, the document of the
-    samples' namespace is put first, without which no sweep would judge them.
-    """
+    samples' namespace is put first, without which no sweep would judge them."""
     paths = [sample.key for sample in samples]
     if not expires and store.put_if_absent(identity_path(NAMESPACE), IDENTITY.canonical()):
         paths.append(identity_path(NAMESPACE))

@@ -4,7 +4,6 @@
 each role's work with exactly these rights.
 """
 
-import json
 import re
 from dataclasses import dataclass
 from typing import Any, Final, get_args
@@ -83,11 +82,8 @@ def access_of(
     config: Config, role: Role, *, tenant: str | None = None, kms_key_arn: str | None = None
 ) -> Access:
     """Return the rights of ``role`` in the backends of ``config``. With ``tenant``, they cover only
-    the tenant's own folder of the bucket and its own prefix in Redis.
-
-    They contain no secret of ``config``. Raises ``ConfigError`` if a policy cannot express the
-    bucket or prefix.
-    """
+    the tenant's own folder of the bucket and its own prefix in Redis. They contain no secret of
+    ``config``. Raises ``ConfigError`` if a policy cannot express the bucket or prefix."""
     if tenant is not None and not _TENANT.fullmatch(tenant):
         raise ConfigError(
             f"tenant {tenant!r}: use 1 to 48 letters, digits and ._-, with a letter or digit first"
@@ -189,28 +185,16 @@ def kms_statement(role: Role, key_arn: str, *, service: str = "s3") -> dict[str,
     return statement
 
 
-def acl_commands(role: Role, *, has_hot: bool, is_cluster: bool, has_database: bool) -> list[str]:
-    """Return the commands that ``role`` sends and those that its scripts call.
-
-    Args:
-        has_hot: whether Redis is also the hot store.
-        is_cluster: whether the server is a Redis Cluster.
-        has_database: whether keys are in a database other than 0.
-    """
+def acl_rights(
+    role: Role, prefix: str, *, has_hot: bool, is_cluster: bool, has_database: bool
+) -> str:
+    """Return the keys of ``role``, and the commands that it sends and that its scripts call, as ACL
+    rules. ``has_hot``: Redis is also the hot store. ``has_database``: keys are not in database
+    0."""
     groups = [_CONNECT, _INDEX[role]]
     groups += [_HOT[role]] * has_hot + [_DATABASE] * has_database + [_CLUSTER] * is_cluster
-    return list(dict.fromkeys(command for group in groups for command in group))
-
-
-def acl_rights(role: Role, prefix: str, **where: bool) -> str:
-    """Return the keys and commands of ``role`` as ACL rules; ``where`` as in ``acl_commands``."""
-    commands = " ".join(f"+{command}" for command in acl_commands(role, **where))
-    return f"~{prefix}:* -@all {commands}"
-
-
-def as_text(policy: dict[str, Any]) -> str:
-    """Return ``policy`` as indented JSON."""
-    return json.dumps(policy, indent=2)
+    commands = dict.fromkeys(f"+{command}" for group in groups for command in group)
+    return f"~{prefix}:* -@all {' '.join(commands)}"
 
 
 def _allowed(sid: str, actions: list[str], *resources: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import stat
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 from objkv import errors
 from objkv.agent.client import is_listening
@@ -69,16 +70,17 @@ def _check_down(path: Path, exc: ObjkvError, *, starts: bool) -> list[Check]:
 def _check_running(config: Config, path: Path, status: AgentStatus) -> list[Check]:
     used = status.memory_bytes - status.free_bytes
     detail = f"{path}, objkv {status.version}, {size(used)} of {size(status.memory_bytes)} in use"
-    checks = [Check("agent", "socket", "ok", detail)]
-    if status.protocol != VERSION or not status.is_accepting:
-        why = f"it speaks version {status.protocol} of the protocol, and replicas {VERSION}"
-        why = why if status.protocol != VERSION else "it serves no new replicas"
-        checks = [Check("agent", "socket", "failed", f"{detail}: {why}", _REPLACE.format(path))]
+    why, fix = "", _REPLACE.format(path)
+    if status.protocol != VERSION:
+        why = f": it speaks version {status.protocol} of the protocol, and replicas {VERSION}"
+    elif not status.is_accepting:
+        why = ": it serves no new replicas"
     elif tuple(status.seals) != config.seal_kinds:
-        ours, theirs = ",".join(config.seal_kinds), ",".join(status.seals)
-        why = f"its payloads have seals={theirs or 'none'}, and replicas {ours or 'none'}"
+        ours, theirs = ",".join(config.seal_kinds) or "none", ",".join(status.seals) or "none"
+        why = f": its payloads have seals={theirs}, and replicas {ours}, so it refuses them"
         fix = "set the same keys for the agent, or its seals for the replicas"
-        checks = [Check("agent", "socket", "failed", f"{detail}: {why}, so it refuses them", fix)]
+    socket: Status = "failed" if why else "ok"
+    checks = [Check("agent", "socket", socket, f"{detail}{why}", fix * bool(why))]
     if status.memory_bytes > _ARENA_SHARE_MAX * host_bytes():
         detail = f"{size(status.memory_bytes)} of the machine's {size(host_bytes())}"
         checks.append(Check("agent", "memory", "warning", detail, "lower agent_memory_bytes"))
@@ -107,8 +109,7 @@ def _check_running(config: Config, path: Path, status: AgentStatus) -> list[Chec
 
 
 def _check_store(store: StoreStatus) -> Check:
-    areas: dict[str, Area] = {"bulk": "bulk", "hot": "hot", "index": "index"}
-    area = areas.get(store.area, "agent")
+    area = cast("Area", store.area if store.area in ("bulk", "hot", "index") else "agent")
     if store.error is None:
         return Check(area, "by the agent", "ok", store.url)
     kind = getattr(errors, store.kind or "", StoreError)
@@ -117,8 +118,7 @@ def _check_store(store: StoreStatus) -> Check:
 
 
 def _check_puts(status: AgentStatus, store: StoreStatus) -> list[Check]:
-    """Whether the agent has put something: nothing is put only for a check, because a writer may
-    not delete it."""
+    """Whether the agent has put something. Nothing is put for a check: no writer may delete it."""
     if store.area != "bulk" or store.error is not None or status.role != "writer":
         return []
     if worked := max(0, store.writes - store.write_errors):

@@ -29,12 +29,7 @@ from objkv.ops.doctor.settings import (
     check_transport,
 )
 from objkv.ops.formats import noun
-from objkv.ops.listing import (
-    NamespaceSummary,
-    list_namespaces,
-    list_tenants,
-    payload_namespaces,
-)
+from objkv.ops.listing import NamespaceSummary, list_namespaces, list_tenants, payload_namespaces
 from objkv.stores.base import HotStore, PruneStore, ReadStore
 
 T = TypeVar("T", PruneStore, HotStore, WriteIndex)
@@ -60,13 +55,10 @@ class SettingReport:
 
 @dataclass(frozen=True, slots=True)
 class DoctorReport:
-    """The report of ``objkv doctor``."""
-
     verdict: Verdict
     """The worst of all checks: unreachable, denied, full, failed, warnings, ok."""
     summary: str
-    """The verdict in a line, with the numbers of failed checks, warnings and what was not
-    checked."""
+    """The verdict in a line, with the numbers of what failed or was not checked."""
     objkv: str
     python: str
     settings: tuple[SettingReport, ...]
@@ -75,8 +67,7 @@ class DoctorReport:
 
 @dataclass(frozen=True, slots=True)
 class Openers:
-    """Functions that open store and index. Each raises ``ObjkvError``. Doctor owns and closes the
-    backends that they return."""
+    """Functions that open store and index, for doctor to close. Each raises ``ObjkvError``."""
 
     bulk: Callable[[], PruneStore]
     hot: Callable[[], HotStore | None]
@@ -85,9 +76,7 @@ class Openers:
     describe_index: Callable[[], ServerFacts | None]
     """Returns None if the index is not a server."""
     seal: Callable[[], Seal | None] = lambda: None
-    """Returns the seal of payloads, or None without one."""
     read_rules: ReadRules = lambda: None
-    """See ``objkv.ops.doctor.servers``."""
 
 
 def examine(resolved: Resolved, openers: Openers) -> DoctorReport:
@@ -108,19 +97,15 @@ def examine(resolved: Resolved, openers: Openers) -> DoctorReport:
         summary=_summary(checks),
         objkv=metadata.version("objkv"),
         python=sys.version.split()[0],
-        settings=tuple(_settings(resolved)),
+        settings=tuple(
+            SettingReport(name, value, resolved.sources[name])
+            for name, value in resolved.config.public().items()
+        ),
         checks=tuple(checks),
     )
 
 
-def _settings(resolved: Resolved) -> Iterator[SettingReport]:
-    values = resolved.config.public()
-    for name, value in values.items():
-        yield SettingReport(name, value, resolved.sources[name])
-
-
 def verdict(checks: list[Check]) -> Verdict:
-    """The worst of all checks."""
     found = {check.status for check in checks}
     fine: Verdict = "warnings" if "warning" in found else "ok"
     return next((status for status in BAD if status in found), fine)
@@ -205,8 +190,7 @@ def _examine_contents(bulk: ReadStore, openers: Openers, ttl_s: int) -> list[Che
 
 
 def _examine_match(openers: Openers, quota_bytes: int) -> list[Check]:
-    """A warning for each tenant whose quota stops saves, or if either side has nothing of what the
-    other has."""
+    """A warning for a quota that stops saves, or if one side lacks all of the other."""
     try:
         with closing(openers.bulk()) as bulk, closing(openers.index()) as index:
             usage = [one for one in index.usage() if one.payloads > 0]

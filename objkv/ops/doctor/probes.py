@@ -6,7 +6,7 @@ What is not deleted at the end, because a writer may not delete, expires: see ``
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -33,7 +33,9 @@ _TTL_S = 60
 _PROXY = "check for a proxy or cache that answers instead of the store"
 _UNTESTED = "use a server that objkv is tested with, see docs/indexes.md"
 _VOLATILE = "another program removes keys: use a database that no other program flushes"
+_AGAIN = "use a server that supports PUT with If-None-Match: * (AWS S3, Ceph and MinIO do)"
 _FIELD = "0.L0-1_H0-1"
+_IN_REDIS = ("get", "get into buffer")
 Area = Literal["bulk", "hot", "index", "seal", "engine", "agent"]
 Bad = Literal["unreachable", "denied", "full", "failed"]
 Status = Literal["ok", "warning", "not checked", Bad]
@@ -43,15 +45,12 @@ BAD: tuple[Bad, ...] = get_args(Bad)
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result of one check."""
-
     area: Area
     name: str
     status: Status
     detail: str = ""
     fix: str = ""
-    """The suggested fix, or how to check what was not checked. Empty if there is nothing to do, or
-    if ``detail`` says it."""
+    """The suggested fix, or how to check what was not checked. Empty if ``detail`` says it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,48 +70,30 @@ def probe_store(
     for one that cannot exist. ``listed``: the same store, if its keys are listed."""
     [sample] = samples = make_samples(_SAMPLE, 1)
     key, value = sample.key, bytes(sample.payload)
-    if role == "writer":
-        first = Step("check", store.check)
-        steps = [*_write_steps(store, key, value), *_read_steps(store, key, value)]
-        steps += _list_steps(listed, key, found=True)
-        checks = run_steps(area, [first])
-        if checks[0].status in BAD:
-            return [*checks, *_not_checked(area, steps, first.name)]
-        try:
-            with stored_for_a_while(store, samples, expires=area == "hot"):
-                return [*checks, *run_steps(area, steps)]
-        except StoreError as exc:
-            return [*checks, failure(area, "put", exc), *_not_checked(area, steps[1:], "put")]
-    every = _read_steps(store, key, None)
-    # The rights of other roles in Redis do not suffice for all.
-    chosen = [one for one in every if listed is not None or one.name in _IN_REDIS]
-    steps = [Step("check", store.check), *chosen, *_list_steps(listed, key, found=False)]
-    if role == "sweeper":
-        steps.append(Step("delete", lambda: (store.delete(key), "")[1]))
-    return run_steps(area, steps)
+    steps = [Step("check", store.check)]
+    with ExitStack() as stack:
+        if role == "writer":
 
+            def put() -> str:
+                stack.enter_context(stored_for_a_while(store, samples, expires=area == "hot"))
+                is_put = store.put_if_absent(key, value)
+                return _unless(is_put, "the store reports a new key as present")
 
-_IN_REDIS = ("get", "get into buffer")
+            def put_again() -> str:
+                is_put = store.put_if_absent(key, value[::-1])
+                return _unless(not is_put, "a second writer overwrote the first")
 
-
-def _write_steps(store: HotStore, key: str, value: bytes) -> Sequence[Step]:
-    again = "use a server that supports PUT with If-None-Match: * (AWS S3, Ceph and MinIO do)"
-    return (
-        Step(
-            "put",
-            lambda: _unless(
-                store.put_if_absent(key, value), "the store reports a new key as present"
-            ),
-            _PROXY,
-        ),
-        Step(
-            "put refused when present",
-            lambda: _unless(
-                not store.put_if_absent(key, value[::-1]), "a second writer overwrote the first"
-            ),
-            again,
-        ),
-    )
+            steps += [Step("put", put, _PROXY), Step("put refused when present", put_again, _AGAIN)]
+            steps += _read_steps(store, key, value)
+        else:
+            # The rights of other roles in Redis do not suffice for all.
+            every = _read_steps(store, key, None)
+            steps += [one for one in every if listed is not None or one.name in _IN_REDIS]
+        if listed is not None:
+            steps.append(_list_step(listed, key, found=role == "writer"))
+        if role == "sweeper":
+            steps.append(Step("delete", lambda: (store.delete(key), "")[1]))
+        return run_steps(area, steps)
 
 
 def _read_steps(store: HotStore, key: str, value: bytes | None) -> Sequence[Step]:
@@ -148,33 +129,12 @@ def _read_steps(store: HotStore, key: str, value: bytes | None) -> Sequence[Step
     )
 
 
-def _list_steps(listed: ReadStore | None, key: str, *, found: bool) -> Sequence[Step]:
-    if listed is None:
-        return ()
-
+def _list_step(listed: ReadStore, key: str, *, found: bool) -> Step:
     def scan() -> str:
         entry = next(listed.scan(f"{key.rpartition('/')[0]}/"), None)
         return _unless(found or entry is None or entry.key != key, "the list has other keys")
 
-    return (Step("list", scan, _PROXY),)
-
-
-def probe_index(role: Role, index: WriteIndex) -> list[Check]:
-    """Probe the operations of ``role`` on the index: of writers and sweepers, publish, look up,
-    count a hit, forget and lease, in a namespace of its own."""
-    if role == "reader":
-        return run_steps("index", _index_read_steps(index))
-    probe = _IndexProbe(index)
-    checks = run_steps("index", probe.steps())
-    if any(check.status in BAD for check in checks):
-        with suppress(StoreError):
-            probe.clean()
-    return checks
-
-
-def _not_checked(area: Area, steps: Iterable[Step], broken: str) -> list[Check]:
-    why = f"because {broken} failed"
-    return [Check(area, step.name, "not checked", why) for step in steps]
+    return Step("list", scan, _PROXY)
 
 
 def run_steps(area: Area, steps: Iterable[Step]) -> list[Check]:
@@ -183,17 +143,16 @@ def run_steps(area: Area, steps: Iterable[Step]) -> list[Check]:
     broken = ""
     for step in steps:
         if broken:
-            checks += _not_checked(area, [step], broken)
+            checks.append(Check(area, step.name, "not checked", f"because {broken} failed"))
             continue
         try:
             problem = step.act()
         except StoreError as exc:
             checks.append(failure(area, step.name, exc))
             broken = step.name
-            continue
-        fix = step.fix if problem else ""
-        status: Status = "failed" if problem else "ok"
-        checks.append(Check(area, step.name, status, problem or "", fix))
+        else:
+            status: Status = "failed" if problem else "ok"
+            checks.append(Check(area, step.name, status, problem or "", step.fix * bool(problem)))
     return checks
 
 
@@ -211,73 +170,70 @@ def failure(area: Area, name: str, error: ObjkvError) -> Check:
     return Check(area, name, "failed", str(error), f"check that {url} is correct")
 
 
-class _IndexProbe:
-    """Probes the index with a temporary record and lease, which expire on their own."""
+def probe_index(role: Role, index: WriteIndex) -> list[Check]:
+    """Probe the operations of ``role`` on the index: of writers and sweepers, publish, look up,
+    count a hit, forget and lease, in a namespace of its own. Its record and its lease expire on
+    their own."""
+    namespace = secrets.token_hex(NAMESPACE_HEX // 2)
+    prefix_hash = secrets.token_bytes(PREFIX_HASH_BYTES)
+    if role == "reader":
+        return run_steps("index", _index_read_steps(index, namespace, [prefix_hash]))
+    shard = ShardRecord(1, 1, True, False, secrets.token_hex(8), int(time.time()))
 
-    def __init__(self, index: WriteIndex) -> None:
-        self._index = index
-        self._namespace = secrets.token_hex(NAMESPACE_HEX // 2)
-        self._hash = secrets.token_bytes(PREFIX_HASH_BYTES)
-        self._lease = f"doctor/{secrets.token_hex(8)}"
-        self._shard = ShardRecord(1, 1, True, False, secrets.token_hex(8), int(time.time()))
+    def publish() -> None:
+        chunk = ChunkEntry(namespace, prefix_hash, bytes(PREFIX_HASH_BYTES), 0, 1)
+        index.publish(chunk, {_FIELD: shard}, ttl_s=_TTL_S)
 
-    def steps(self) -> Sequence[Step]:
-        return (
-            Step("check", self._index.check),
-            Step("publish", self._publish, _VOLATILE),
-            Step("lookup", self._lookup, _VOLATILE),
-            Step("touch", self._touch, _VOLATILE),
-            Step("forget", self._forget, _UNTESTED),
-            Step("lease", self._take_lease, _UNTESTED),
-        )
-
-    def clean(self) -> None:
-        """Remove the record of a failed probe."""
-        self._index.forget(self._namespace, self._hash, _FIELD, self._shard)
-
-    def _publish(self) -> None:
-        chunk = ChunkEntry(self._namespace, self._hash, bytes(PREFIX_HASH_BYTES), 0, 1)
-        self._index.publish(chunk, {_FIELD: self._shard}, ttl_s=_TTL_S)
-
-    def _lookup(self) -> str:
-        [record] = self._index.lookup(self._namespace, [self._hash])
-        same = record is not None and record.shards.get(_FIELD) == self._shard
+    def lookup() -> str:
+        [record] = index.lookup(namespace, [prefix_hash])
+        same = record is not None and record.shards.get(_FIELD) == shard
         return _unless(same, "the index does not find the published record")
 
-    def _touch(self) -> str:
-        self._index.touch(self._namespace, [self._hash], ttl_s=_TTL_S)
-        [record] = self._index.lookup(self._namespace, [self._hash])
+    def touch() -> str:
+        index.touch(namespace, [prefix_hash], ttl_s=_TTL_S)
+        [record] = index.lookup(namespace, [prefix_hash])
         return _unless(record is not None and record.hits == 1, "the index did not count the hit")
 
-    def _forget(self) -> str:
-        other = replace(self._shard, nbytes=2)
-        if self._index.forget(self._namespace, self._hash, _FIELD, other):
+    def forget() -> str:
+        if index.forget(namespace, prefix_hash, _FIELD, replace(shard, nbytes=2)):
             return "the index removed a record that had changed"
-        gone = self._index.forget(self._namespace, self._hash, _FIELD, self._shard)
+        gone = index.forget(namespace, prefix_hash, _FIELD, shard)
         return _unless(gone, "the index did not remove the record")
 
-    def _take_lease(self) -> str:
-        mine = self._index.lease(self._lease, "a", ttl_ms=1000 * _TTL_S)
-        other = self._index.lease(self._lease, "b", ttl_ms=1000 * _TTL_S)
-        self._index.release(self._lease, "a")
+    def lease() -> str:
+        path = f"doctor/{secrets.token_hex(8)}"
+        mine, other = (index.lease(path, owner, ttl_ms=1000 * _TTL_S) for owner in "ab")
+        index.release(path, "a")
         return _unless(mine and not other, "two owners hold the same lease")
 
-
-def _index_read_steps(index: WriteIndex) -> Sequence[Step]:
-    namespace = secrets.token_hex(NAMESPACE_HEX // 2)
-    hashes = [secrets.token_bytes(PREFIX_HASH_BYTES)]
-    other = "the index returned a record that cannot exist"
-    return (
+    steps = (
         Step("check", index.check),
-        Step(
-            "lookup", lambda: _unless(index.lookup(namespace, hashes) == [None], other), _UNTESTED
-        ),
-        Step(
-            "find",
-            lambda: _unless(index.find(namespace, hashes, [_FIELD]) == [None], other),
-            _UNTESTED,
-        ),
+        Step("publish", publish, _VOLATILE),
+        Step("lookup", lookup, _VOLATILE),
+        Step("touch", touch, _VOLATILE),
+        Step("forget", forget, _UNTESTED),
+        Step("lease", lease, _UNTESTED),
     )
+    checks = run_steps("index", steps)
+    if any(check.status in BAD for check in checks):
+        with suppress(StoreError):
+            index.forget(namespace, prefix_hash, _FIELD, shard)
+    return checks
+
+
+def _index_read_steps(
+    index: WriteIndex, namespace: str, hashes: Sequence[bytes]
+) -> tuple[Step, ...]:
+    other = "the index returned a record that cannot exist"
+
+    def lookup() -> str:
+        return _unless(index.lookup(namespace, hashes) == [None], other)
+
+    def find() -> str:
+        return _unless(index.find(namespace, hashes, [_FIELD]) == [None], other)
+
+    found = Step("lookup", lookup, _UNTESTED), Step("find", find, _UNTESTED)
+    return Step("check", index.check), *found
 
 
 def _unless(right: bool, problem: str) -> str:

@@ -1,7 +1,7 @@
 """The checks that follow from what the servers say: a bucket's lifecycle rules, and the memory and
 the clock of Redis. None of them is fatal. Audits judge the rules, too."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -33,14 +33,12 @@ def judge_rules(read: ReadRules, ttl_s: int, *, pinned_s: float = 0.0) -> Lifecy
     nothing = LifecycleRules(None, None)
     try:
         rules = read()
-    except StoreDenied as exc:
-        if "AccessDenied" not in str(exc):  # the other commands report it
-            return LifecycleVerdict("unknown", nothing, f"the rules were not read: {exc}")
-        detail = f"the rules were not read: this user has no right {RIGHT}"
-        fix = "use the role sweeper, whose printed policy has it, or add it (objkv access)"
-        return LifecycleVerdict("unknown", nothing, detail, fix)
     except StoreError as exc:
-        return LifecycleVerdict("unknown", nothing, f"the rules were not read: {exc}")
+        why, fix = str(exc), ""
+        if isinstance(exc, StoreDenied) and "AccessDenied" in why:
+            why = f"this user has no right {RIGHT}"
+            fix = "use the role sweeper, whose printed policy has it, or add it (objkv access)"
+        return LifecycleVerdict("unknown", nothing, f"the rules were not read: {why}", fix)
     if rules is None:
         return None
     found = [*_conflicts(rules, ttl_s, pinned_s)]
@@ -54,36 +52,24 @@ def judge_rules(read: ReadRules, ttl_s: int, *, pinned_s: float = 0.0) -> Lifecy
     return LifecycleVerdict("fits", rules, detail)
 
 
-def _conflicts(rules: LifecycleRules, ttl_s: int, pinned_s: float) -> list[tuple[str, str]]:
-    """Return each conflict with its fix."""
-    found = []
+def _conflicts(rules: LifecycleRules, ttl_s: int, pinned_s: float) -> Iterator[tuple[str, str]]:
+    """Yield each conflict with its fix."""
     if rules.expire_days is not None:
         days, expire_s = _days(rules.expire_days), rules.expire_days * _DAY_S
+        what = f"a rule deletes payloads {days} after they were saved"
         if expire_s <= ttl_s:
-            found.append(
-                (
-                    f"a rule deletes payloads {days} after they were saved, but records live for "
-                    f"ttl_s, {span(ttl_s)} after their last use: until then each costs a failed "
-                    "load",
-                    "let the rule delete later than ttl_s, or shorten ttl_s",
-                )
+            yield (
+                f"{what}, but records live for ttl_s, {span(ttl_s)} after their last use: until "
+                "then each costs a failed load",
+                "let the rule delete later than ttl_s, or shorten ttl_s",
             )
         elif expire_s < pinned_s:
-            found.append(
-                (
-                    f"a rule deletes payloads {days} after they were saved, and a pin lasts longer",
-                    "let the rule delete later than the longest pin ends",
-                )
-            )
+            fix = "let the rule delete later than the longest pin ends"
+            yield f"{what}, and a pin lasts longer", fix
     if rules.archive_days is not None:
-        found.append(
-            (
-                f"a rule archives payloads after {_days(rules.archive_days)}, and an archived "
-                "payload cannot be loaded",
-                "remove the transition to an archive",
-            )
-        )
-    return found
+        days = _days(rules.archive_days)
+        what = f"a rule archives payloads after {days}, and an archived payload cannot be loaded"
+        yield what, "remove the transition to an archive"
 
 
 def _days(days: int) -> str:
@@ -108,7 +94,6 @@ _AS_SWEEPER: Final = "run objkv doctor as the role sweeper, whose ACL has INFO a
 
 
 def check_server(facts: ServerFacts) -> list[Check]:
-    """Return one check for each fact."""
     return [_version(facts), _memory(facts), _clock(facts)]
 
 

@@ -9,8 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from objkv.config import Config
-from objkv.ops.exporter.scan import Scans
-from objkv.ops.exporter.watch import BackendsWatch, Origin
+from objkv.ops.exporter.watch import BackendsWatch, Origin, Scans
 from objkv.ops.inventory.findings import FAULTS
 
 OF_NAMESPACE = ("namespace", "tenant", "model")
@@ -94,7 +93,6 @@ class StoreCollector(Collector):
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the families that have values."""
         page, public = _Page(), self._config.public()
         page.add("objkv_info", 1, version("objkv"), public["bulk_url"], public["index_url"])
         page.add("objkv_ttl_seconds", self._config.ttl_s)
@@ -207,7 +205,6 @@ class _Page:
         self._samples.setdefault(name, {}).setdefault(clean, float(value))
 
     def families(self) -> Iterator[Metric]:
-        """Yield the families with the values added."""
         for name, metric in METRICS.items():
             if name not in self._samples:
                 continue

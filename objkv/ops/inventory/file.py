@@ -125,7 +125,6 @@ class Inventory:
             return self._names[name]
 
     def names(self) -> dict[int, str]:
-        """Return the namespaces by number."""
         with self._lock:
             return {ns: name for name, ns in self._names.items()}
 

@@ -136,15 +136,12 @@ def doubted(doubts: Collection[Doubt], scope: WalkScope) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class FindingCount:
-    """The findings of one kind."""
-
     kind: FindingKind
     count: int
     nbytes: int
     young: int
     """Orphans written since ``sweep_grace_s`` before the walk: their records may yet come."""
     remedy: str
-    """The command that fixes it, in a sentence."""
 
     @property
     def faults(self) -> int:
@@ -176,15 +173,9 @@ class FindingTotals:
     pinned: int = 0
 
     def __add__(self, other: "FindingTotals") -> "FindingTotals":
-        return FindingTotals(
-            self.kind,
-            self.count + other.count,
-            self.nbytes + other.nbytes,
-            self.recent + other.recent,
-            self.recent_bytes + other.recent_bytes,
-            max(self.newest_s, other.newest_s),
-            self.pinned + other.pinned,
-        )
+        names = ("count", "nbytes", "recent", "recent_bytes", "pinned")
+        sums = {name: getattr(self, name) + getattr(other, name) for name in names}
+        return FindingTotals(self.kind, newest_s=max(self.newest_s, other.newest_s), **sums)
 
     @property
     def young(self) -> int:
@@ -193,7 +184,6 @@ class FindingTotals:
 
     @property
     def young_bytes(self) -> int:
-        """Bytes of these orphans."""
         return self.recent_bytes if self.kind == "orphan" else 0
 
 

@@ -112,7 +112,7 @@ _TREE = f"""{_CHAINS} SELECT {_FIELDS} FROM chains c CROSS JOIN temp.branches b 
 CROSS JOIN main.namespaces n ON n.id = b.ns"""  # noqa: S608  # our own columns
 _PREFIXES = f"""{_CHAINS}
 SELECT n.name AS namespace, lower(hex(b.hash)) AS leaf, lower(hex(c.root)) AS root, c.token_start,
-  b.token_end, c.chunks, c.nbytes, ifnull(c.hits, 0) AS hits, c.oldest_s, c.newest_s, c.pinned
+  b.token_end, c.chunks, c.nbytes, c.hits, c.oldest_s, c.newest_s, c.pinned
 FROM chains c CROSS JOIN temp.branches b ON b.id = c.id
 CROSS JOIN main.namespaces n ON n.id = b.ns WHERE b.branches = 0
 """  # noqa: S608  # our own columns
@@ -131,7 +131,6 @@ class Branch:
     hash: str
     """Prefix hash of its last chunk, at which it forks or ends: its name, as for ``pin``."""
     first: str
-    """Prefix hash of its first chunk."""
     token_start: int
     """Above 0 without a parent, the first chunks are gone, and no reader can use it."""
     token_end: int
@@ -152,7 +151,6 @@ class Branch:
     tree_bytes: int
     tree_hits: int | None
     last_used_s: int | None
-    """When one of them was last hit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +159,6 @@ class PrefixSummary:
 
     namespace: str
     leaf: str
-    """Prefix hash of the last chunk."""
     root: str
     """Prefix hash of the first chunk; chains with the same root share their first chunks."""
     token_start: int
@@ -170,8 +167,8 @@ class PrefixSummary:
     chunks: int
     nbytes: int
     """Bytes of the whole chain; shared chunks are counted in each chain."""
-    hits: int
-    """Hits of the most used chunk."""
+    hits: int | None
+    """Hits of the most used chunk; None if the index counts none."""
     oldest_s: int
     newest_s: int
     pinned: bool
@@ -179,8 +176,7 @@ class PrefixSummary:
 
 
 def make_tree(inventory: Inventory, of: Literal["nbytes", "recorded"]) -> None:
-    """Make the temporary tables ``chunks`` and ``branches``: of the payloads in the bucket
-    (``nbytes``), or of the records (``recorded``)."""
+    """Make the tables ``chunks`` and ``branches`` of payloads (``nbytes``), or of records."""
     for step in (
         _CHUNKS,
         _FILL.format(of=of),

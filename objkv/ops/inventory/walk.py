@@ -17,9 +17,8 @@ from itertools import islice
 from objkv.cache.chunks import shard_record, stored_header
 from objkv.cache.pins import read_pins
 from objkv.cache.switch import OPERATOR_FOLDER
-from objkv.codec.seal import Seal
 from objkv.errors import ConfigError, PayloadError
-from objkv.index.base import ReadIndex, Record
+from objkv.index.base import Record
 from objkv.keys.chunk import ChunkKey
 from objkv.ops.backends_view import (
     CHUNKS_AT_ONCE,
@@ -31,7 +30,7 @@ from objkv.ops.backends_view import (
 )
 from objkv.ops.inventory.file import Inventory
 from objkv.ops.runs import Check, Counters, Unit
-from objkv.stores.base import Entry, ReadStore, Unfinished
+from objkv.stores.base import Entry
 
 is_fan = re.compile(r"[0-9a-f]{2}").fullmatch
 """Whether a folder of a namespace has payloads: it has the first two digits of their hashes."""
@@ -43,30 +42,6 @@ _DOUBTFUL = (
     "SELECT hash, field FROM payloads WHERE ns = ? AND recorded IS NULL"
     " ORDER BY modified_s DESC LIMIT ?",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class ReadView:
-    """The store and the index, as far as an inventory uses them: read-only."""
-
-    bulk: ReadStore
-    index: ReadIndex
-    is_own_index: bool
-    seal_of: Callable[[StoredNamespace], Seal | None] = lambda namespace: None
-    """See ``BackendsView.seal_of``."""
-    unfinished: Callable[[], Iterable[Unfinished]] = tuple
-    """Unfinished writes of killed writers in the bulk store."""
-
-
-def read_view(view: BackendsView) -> ReadView:
-    """Return the read-only part of ``view``."""
-    return ReadView(
-        bulk=view.bulk,
-        index=view.index,
-        is_own_index=view.is_own_index,
-        seal_of=view.seal_of,
-        unfinished=view.bulk.unfinished,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +66,14 @@ class WalkScope:
         """All namespaces, of the bulk store or of the index only."""
         return sorted({*self.namespaces, *self.indexed})
 
+    def without(self, names: Collection[str]) -> "WalkScope":
+        """Return the scope that leaves out these namespaces."""
+        left = {name: one for name, one in self.namespaces.items() if name not in names}
+        indexed = [name for name in self.indexed if name not in names]
+        return replace(self, namespaces=left, indexed=indexed)
 
-def find_scope(view: ReadView, only: str | None = None) -> WalkScope:
+
+def find_scope(view: BackendsView, only: str | None = None) -> WalkScope:
     """Return the scope of all namespaces, or of the namespace ``only``."""
     # First the index: a namespace's document is put before its first record is published.
     indexed = [] if view.is_own_index else view.index.namespaces()
@@ -111,8 +92,7 @@ def find_scope(view: ReadView, only: str | None = None) -> WalkScope:
 
 
 def old_epochs(namespaces: Iterable[StoredNamespace]) -> frozenset[str]:
-    """Return the namespaces whose document differs from another one only by a lower epoch, or names
-    a format that is not read any more."""
+    """Return the namespaces of an earlier format, or that differ from another by a lower epoch."""
     alike: defaultdict[bytes, list[StoredNamespace]] = defaultdict(list)
     for namespace in namespaces:
         if namespace.is_known:
@@ -139,7 +119,7 @@ def with_old_epochs(names: Collection[str], scope: WalkScope) -> frozenset[str]:
 class Walk:
     """The units of work that fill ``inventory``. Each is done once, in the order of the methods."""
 
-    view: ReadView
+    view: BackendsView
     inventory: Inventory
     scope: WalkScope
     workers: int = 16
@@ -148,13 +128,11 @@ class Walk:
     """Parts that could not be read, in sentences."""
 
     def records(self) -> Iterator[Unit]:
-        """Yield units that read the records of the index."""
         for name in self.scope.indexed:
             yield Unit(partial(self._records, name), items=self.scope.totals.get(name, 0))
 
     def payloads(self, *, headers: bool = False) -> Iterator[Unit]:
-        """Yield units that list the payloads of the bulk store. ``headers``: of a store that is its
-        own index, they describe the chunks."""
+        """Yield units that list payloads. ``headers`` describe chunks that have no records."""
         for name in self.scope.namespaces:
             fans = [fan for fan in self.view.bulk.folders(name) if is_fan(fan)]
             for fan in fans:
@@ -166,7 +144,6 @@ class Walk:
         yield Unit(self._leftovers)
 
     def pins(self) -> Iterator[Unit]:
-        """Yield units that read which chunks are pinned."""
         for name in self.scope.namespaces:
             yield Unit(partial(self._pins, name))
 
@@ -197,7 +174,7 @@ class Walk:
         records = self.view.index.scan(name)
         while batch := list(islice(records, CHUNKS_AT_ONCE)):
             check(sum(len(record.shards) for record in batch))
-            self.inventory.add_records(name, batch, has_hits=True)
+            self.inventory.add_records(name, batch, has_hits=not self.view.is_own_index)
 
     def _fan(self, name: str, fan: str, headers: bool, counters: Counters, check: Check) -> None:
         """List a folder of a namespace, which has about 1/256 of its payloads, by hash."""
@@ -256,7 +233,7 @@ class Walk:
 
     def _leftovers(self, counters: Counters, check: Check) -> None:
         only = self.scope.only
-        for left in self.view.unfinished():
+        for left in self.view.bulk.unfinished():
             check()
             if only in (None, left.key.removeprefix(f"{QUARANTINE}/").partition("/")[0]):
                 entry = Entry(left.key, left.nbytes, left.modified_s)

@@ -131,24 +131,23 @@ def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return document, text if isinstance(text, dict) and text else document
 
 
+@dataclass(frozen=True, slots=True)
 class _Shapes:
     """Reads numbers of one configuration."""
 
-    def __init__(self, folder: Path, model_type: str, config: Mapping[str, Any]) -> None:
-        self._folder = folder
-        self._type = model_type
-        self._config = config
+    folder: Path
+    type: str
+    config: Mapping[str, Any]
 
     def layers(self) -> Iterator[CacheLayer]:
-        """Yield the caches of all layers."""
-        if self._type == "whisper":
+        if self.type == "whisper":
             yield from self._whisper()
-        elif self._type == "deepseek_v4":
+        elif self.type == "deepseek_v4":
             count = self._count("num_hidden_layers")
             yield from (CacheLayer("compressed") for _ in self._list("compress_ratios")[:count])
-        elif self._type in LATENT | INDEXED:
+        elif self.type in LATENT | INDEXED:
             yield from self._latents()
-        elif self._type == "falcon_h1":
+        elif self.type == "falcon_h1":
             for _ in range(self._count("num_hidden_layers")):
                 yield from (self._attention(), self._state())
         else:
@@ -160,29 +159,29 @@ class _Shapes:
 
     def _kinds(self) -> list[str]:
         """Return the words for each layer."""
-        listed = self._config.get("layer_types") or self._config.get("layers_block_type")
-        if isinstance(pattern := self._config.get("hybrid_override_pattern"), str):
+        listed = self.config.get("layer_types") or self.config.get("layers_block_type")
+        if isinstance(pattern := self.config.get("hybrid_override_pattern"), str):
             return list(pattern)
-        if isinstance(mixed := self._config.get("hybrid_layer_pattern"), list):
+        if isinstance(mixed := self.config.get("hybrid_layer_pattern"), list):
             return ["sliding_attention" if one else "full_attention" for one in mixed]
         if isinstance(listed, list):
             return [str(one) for one in listed]
         count = self._count("num_hidden_layers")
-        if self._type == "mamba2":
+        if self.type == "mamba2":
             return ["mamba"] * count
-        if self._type in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5"):
+        if self.type in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5"):
             return self._every(count, self._count("full_attention_interval", 4), "linear_attention")
-        if self._type == "jamba":
+        if self.type == "jamba":
             period, offset = self._count("attn_layer_period"), self._count("attn_layer_offset")
             return ["attention" if n % period == offset else "mamba" for n in range(count)]
-        if self._type.startswith("llama4"):
+        if self.type.startswith("llama4"):
             return self._every(count, 4, "chunked_attention")
-        window = self._config.get("sliding_window")
-        if not window or self._config.get("use_sliding_window") is False:
+        window = self.config.get("sliding_window")
+        if not window or self.config.get("use_sliding_window") is False:
             return ["full_attention"] * count
-        if self._type in ("mistral", "mixtral", "ministral"):
+        if self.type in ("mistral", "mixtral", "ministral"):
             return ["sliding_attention"] * count
-        pattern = self._config.get("sliding_window_pattern") or _EVERY.get(self._type)
+        pattern = self.config.get("sliding_window_pattern") or _EVERY.get(self.type)
         if not isinstance(pattern, int):
             raise self._missing("layer_types", "so the layers with a window are unknown")
         return self._every(count, pattern, "sliding_attention")
@@ -198,27 +197,27 @@ class _Shapes:
         content = head + self._count("v_head_dim", head)
         if kind in _ATTENTION:
             head = self._wide_head(head)
-            return CacheLayer("full", heads, content if self._type[:6] != "gemma4" else 2 * head)
+            return CacheLayer("full", heads, content if self.type[:6] != "gemma4" else 2 * head)
         if kind == "chunked_attention":
             window = self._count("attention_chunk_size")
             return CacheLayer("chunked_local", heads, content, window)
         if kind != "sliding_attention":
             raise self._missing("a known kind of layer", f"but {kind!r}")
-        window = self._count("sliding_window", self._config.get("sliding_window_size"))
-        if self._type == "mimo_v2_flash":
+        window = self._count("sliding_window", self.config.get("sliding_window_size"))
+        if self.type == "mimo_v2_flash":
             heads = self._count("swa_num_key_value_heads")
             content = self._count("swa_head_dim") + self._count("swa_v_head_dim")
-        return CacheLayer("sliding_window", heads, content, window + (self._type == "cohere2"))
+        return CacheLayer("sliding_window", heads, content, window + (self.type == "cohere2"))
 
     def _wide_head(self, head: int) -> int:
         """Return the size of heads of full attention, which Gemma 4 has larger than others."""
-        own = self._config.get("per_layer_config")
+        own = self.config.get("per_layer_config")
         sizes = [one.get("head_dim") for one in own.values()] if isinstance(own, dict) else []
         return self._count("global_head_dim", next((one for one in sizes if one), head))
 
     def _latents(self) -> Iterator[CacheLayer]:
         latent = self._count("kv_lora_rank") + self._count("qk_rope_head_dim")
-        layer = CacheLayer("indexed") if self._type in INDEXED else CacheLayer("mla", 1, latent)
+        layer = CacheLayer("indexed") if self.type in INDEXED else CacheLayer("mla", 1, latent)
         yield from [layer] * self._count("num_hidden_layers")
 
     def _whisper(self) -> Iterator[CacheLayer]:
@@ -234,23 +233,23 @@ class _Shapes:
         return CacheLayer("mamba", 1, conv * _BFLOAT16 + rest * _FLOAT32)
 
     def _state_shape(self) -> tuple[int, int]:
-        if self._type.startswith("lfm2"):
+        if self.type.startswith("lfm2"):
             return (self._count("conv_L_cache") - 1) * self._count("hidden_size"), 0
-        if self._type.startswith(("qwen3", "olmo")):
+        if self.type.startswith(("qwen3", "olmo")):
             keys, values = (self._count(f"linear_num_{of}_heads") for of in ("key", "value"))
             key, value = (self._count(f"linear_{of}_head_dim") for of in ("key", "value"))
             width = self._count("linear_conv_kernel_dim") - 1
             return width * (2 * keys * key + values * value), values * key * value
-        if self._type == "jamba":
+        if self.type == "jamba":
             inner = self._count("mamba_expand") * self._count("hidden_size")
             return (self._count("mamba_d_conv") - 1) * inner, inner * self._count("mamba_d_state")
-        names = _MAMBA2[self._type]
+        names = _MAMBA2[self.type]
         heads, head, groups, size, width = (self._count(name) for name in names)
         inner = heads * head
         return (width - 1) * (inner + 2 * groups * size), inner * size
 
     def _count(self, name: str, default: int | None = None) -> int:
-        value = self._config.get(name)
+        value = self.config.get(name)
         if value is None and default is not None:
             return default
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _COUNT_MAX:
@@ -258,14 +257,14 @@ class _Shapes:
         return value
 
     def _list(self, name: str) -> list[Any]:
-        value = self._config.get(name)
+        value = self.config.get(name)
         if not isinstance(value, list):
             raise self._missing(name, "a list with an entry per layer")
         return value
 
     def _missing(self, name: str, why: str) -> ConfigError:
         return ConfigError(
-            f"{self._folder}: config.json has no {name}, {why}: download the config.json that "
+            f"{self.folder}: config.json has no {name}, {why}: download the config.json that "
             "belongs to this model"
         )
 

@@ -59,9 +59,7 @@ class ModelVerdict:
     """At least: a chunk is a whole number of blocks, whose size vLLM sets."""
     chunk_bytes: int | None
     shared_with: str
-    """Which replicas share the KV."""
     note: str | None
-    """What to know of its dtype."""
 
 
 def judge(
@@ -122,8 +120,7 @@ def _kept_tokens(layer: CacheLayer, chunk: int) -> int:
 
 
 def _chunk_tokens(model: ModelLayers, tp: int, item: int) -> int:
-    """Return the least tokens of a chunk of a model with states: vLLM makes a block of attention as
-    large as a state."""
+    """Return a chunk's least tokens: vLLM makes a block of attention as large as a state."""
     state = max(layer.content for layer in model.layers if layer.kind == "mamba")
     pages = [
         max(1, layer.heads // tp) * layer.content * item

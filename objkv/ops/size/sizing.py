@@ -1,16 +1,20 @@
-"""Estimates what a fleet stores and transfers; ``docs/operations/capacity.md`` has the formulas."""
+"""Estimates what a fleet stores and transfers, of a model that is built in or read from its
+``config.json``. ``docs/operations/capacity.md`` has the formulas."""
 
+import json
 from dataclasses import dataclass
-from typing import Final
+from difflib import get_close_matches
+from importlib.resources import files
+from pathlib import Path
+from typing import Final, cast
 
 from objkv.cache.match import needed_from, stored_blocks
 from objkv.config.prices import RANGE_BYTES, Prices
 from objkv.errors import ConfigError
 from objkv.keys.chunk import effective_chunk_tokens
-from objkv.keys.identity import GroupIdentity
+from objkv.keys.identity import GroupIdentity, GroupKind
 from objkv.keys.topology import Topology
-from objkv.ops.models.layers import KV_DTYPES
-from objkv.ops.size.model import ModelShape
+from objkv.ops.models.layers import KV_DTYPES, CacheLayer, read_layers
 
 RECORD_BYTES: Final = 300
 """Redis memory per chunk of one group. Measured with Valkey 9.1 and 20,000 chunks, after a touch:
@@ -20,6 +24,101 @@ GROUP_BYTES: Final = 50
 MONTH_S: Final = 30 * 86_400
 _SAVE_COMMANDS = 2
 """Redis commands per saved payload: lease, publish."""
+_NAME = "model.layers.{}.self_attn.attn"
+_EVEN = 1.5
+"""Kinds of layers become one group each if their layer counts differ by less than this factor."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    name: str
+    layers: tuple[CacheLayer, ...]
+    """In forward order; each ``divisible``."""
+    kv_dtype: str
+    """One of ``KV_DTYPES``."""
+    source: str
+
+    def groups(self, block_size: int) -> tuple[GroupIdentity, ...]:
+        """Return the KV cache groups that vLLM makes of the layers.
+
+        Identical layers are one group. Otherwise, each kind is split into groups of as many layers
+        as the rarest kind has; if the layer counts of all kinds are within a factor of 1.5, each
+        kind is one group. Source: vLLM 0.31-0.33, ``_get_kv_cache_groups_uniform_page_size`` in
+        ``v1/core/kv_cache_utils.py``, since 0.33 ``kv_cache_planning.py``.
+        """
+        alike: dict[CacheLayer, list[int]] = {}
+        for number, layer in enumerate(self.layers):
+            alike.setdefault(layer, []).append(number)
+        least, most = min(map(len, alike.values())), max(map(len, alike.values()))
+        each = most if most < least * _EVEN else least
+        groups = []
+        for layer, numbers in alike.items():
+            parts = -(-len(numbers) // each)
+            for part in range(parts):
+                names = tuple(_NAME.format(number) for number in numbers[part::parts])
+                kind, shape = cast("GroupKind", layer.kind), (layer.heads, layer.content)
+                groups.append(GroupIdentity(kind, layer.window, names, *shape, block_size))
+        return tuple(groups)
+
+
+def read_model(folder: Path, kv_dtype: str | None = None) -> ModelShape:
+    """Read the model in ``folder``, a directory or a ``config.json``. Raises ``ConfigError`` if the
+    file lacks a value, or the model has caches that are not divided by token."""
+    file = folder if folder.is_file() else folder / "config.json"
+    model = read_layers(folder)
+    if other := next((layer.kind for layer in model.layers if not layer.divisible), None):
+        raise ConfigError(
+            f"{file}: has {other} layers, whose caches are not divided by token: let a replica "
+            "save some and use objkv ls"
+        )
+    dtype = kv_dtype or model.dtype
+    if dtype not in KV_DTYPES:
+        raise ConfigError(f"{file}: no dtype that a KV cache can have; give it with --kv-dtype")
+    return ModelShape(file.parent.name or str(file), model.layers, dtype, str(file))
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    layers: int
+    kv_heads: int
+    """1 for MLA."""
+    size: int
+    """Elements of a head; for MLA, of the latent including its rotary part."""
+    source: str
+    """The repository of the ``config.json``."""
+    window: int | None = None
+    """Window of the sliding window layers."""
+    pattern: str = "f"
+    """Repeating kinds of layers: (f)ull, (s)liding window, (m)la."""
+
+    def shape(self, name: str, kv_dtype: str) -> ModelShape:
+        """Return the same shape as ``read_model`` would."""
+        kinds = {
+            "f": CacheLayer("full", self.kv_heads, 2 * self.size),
+            "s": CacheLayer("sliding_window", self.kv_heads, 2 * self.size, self.window),
+            "m": CacheLayer("mla", 1, self.size),
+        }
+        whole = (self.pattern * self.layers)[: self.layers]
+        layers = tuple(kinds[kind] for kind in whole)
+        return ModelShape(name, layers, kv_dtype, f"config.json of {self.source}")
+
+
+PRESETS: Final = {
+    name: Preset(**numbers)
+    for name, numbers in json.loads(files(__package__).joinpath("models.json").read_text()).items()
+}
+
+
+def preset(name: str, kv_dtype: str | None) -> ModelShape:
+    """Return the built-in model ``name``, ignoring case. Raises ``ConfigError`` if not listed."""
+    of_source = (one for one in PRESETS.values() if one.source.lower() == name.lower())
+    found = PRESETS.get(name.lower()) or next(of_source, None)
+    if found is None:
+        beginning = [known for known in PRESETS if known.startswith(name.lower())]
+        near = (beginning or get_close_matches(name.lower(), PRESETS, cutoff=0.4))[:3]
+        hint = f"did you mean {' or '.join(near)}?" if near else "objkv size --list shows all names"
+        raise ConfigError(f"{name} is neither a directory nor a built-in model name; {hint}")
+    return found.shape(name.lower(), kv_dtype or "bfloat16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,20 +165,16 @@ class ChunkSizing:
     groups: int
     payloads: int
     raw_bytes: int
-    """Bytes of its pages."""
     nbytes: int
     """Stored bytes, without the headers, which have a few KiB."""
     largest_payload_bytes: int
     token_bytes: float
-    """Stored bytes of one token."""
     record_bytes: int
     """Bytes of its record in Redis."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """The resources that the fleet needs."""
-
     model: str
     source: str
     kv_dtype: str
@@ -111,8 +206,6 @@ class Sizing:
 
 @dataclass(frozen=True, slots=True)
 class _Payload:
-    """One payload of a chunk."""
-
     group: GroupIdentity
     raw_bytes: int
     nbytes: int

@@ -44,12 +44,10 @@ class Candidate:
 
 
 def choose(candidates: Iterable[Candidate], *, free_bytes: int, now_s: float) -> list[Candidate]:
-    """Return the chunks to evict, in this order, to free ``free_bytes``, or all that may be.
-
-    A chunk is evicted after every chunk that continues it. Pinned chunks, and those that a pinned
-    one continues, never are. Chunks whose predecessors are not among the candidates are useless and
-    come first. The order of candidates does not matter. O(n log n).
-    """
+    """Return the chunks to evict, in this order, to free ``free_bytes``, or all that may be. A
+    chunk is evicted after every chunk that continues it. Pinned chunks, and those that a pinned one
+    continues, never are. Chunks whose predecessors are not among the candidates are useless and
+    come first. The order of candidates does not matter. O(n log n)."""
     if free_bytes <= 0:
         return []
     known = {one.prefix_hash: one for one in sorted(candidates, key=_order)}

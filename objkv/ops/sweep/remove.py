@@ -17,22 +17,14 @@ from objkv.ops.runs import Counters
 from objkv.stores.base import Entry, Unfinished
 
 Category = Literal[
-    "orphan",
-    "missing",
-    "expired",
-    "over_quota",
-    "old_epoch",
-    "unidentified",
-    "temporary",
+    "orphan", "missing", "expired", "over_quota", "old_epoch", "unidentified", "temporary",
     "quarantined",
-]
+]  # fmt: skip
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 
 
 @dataclass(frozen=True, slots=True)
 class SweepLimits:
-    """The limits of a sweep."""
-
     apply: bool
     """False: count everything, remove nothing."""
     grace_s: float
@@ -41,26 +33,16 @@ class SweepLimits:
     """Longer than any put takes: younger temporary data is kept even if ``grace_s`` is shorter."""
     unidentified: bool = False
     """Whether payloads in namespaces without an identity document are removed too."""
-    force: bool = False
-    """Whether to proceed even if the index or bucket looks empty or mismatched."""
 
 
+@dataclass(frozen=True, slots=True)
 class Remover:
-    """Counts each item as found and removes it if the limits allow. Safe from many threads, each
-    with its own ``Counters``."""
+    """Counts each item and removes it if it may. For many threads, each with its ``Counters``."""
 
-    def __init__(
-        self,
-        view: BackendsView,
-        limits: SweepLimits,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._view = view
-        self._limits = limits
-        self._clock = clock
-        self._sleep = sleep
+    view: BackendsView
+    limits: SweepLimits
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
 
     def payload(
         self,
@@ -95,22 +77,18 @@ class Remover:
         if not self._may(kind):
             counters.find(kind, path, nbytes)
             return
-        lease = Lease(self._view, path, clock=self._clock)
-        if not lease.acquire():
-            counters.count("busy")
-            return
-        try:
-            if remove(lease):
+        with Lease(self.view, path, clock=self.clock) as lease:
+            if lease is None:
+                counters.count("busy")
+            elif remove(lease):
                 counters.find(kind, path, nbytes)
                 # A record alone takes no bytes of the bulk store.
                 counters.count("removed", 0 if kind == "missing" else nbytes)
             else:
                 counters.count("changed")
-        finally:
-            lease.release()
 
     def _forget(self, key: ChunkKey, shard: ShardRecord, lease: Lease) -> bool:
-        view, path = self._view, key.path()
+        view, path = self.view, key.path()
         if view.bulk.head(path) is not None or not lease.renew():
             return False
         if not view.index.forget(key.namespace, key.prefix_hash, key.field, shard):
@@ -122,7 +100,7 @@ class Remover:
         """Discard the leftover of a killed writer."""
         where = f"{found.key}/{found.name}" if found.name.startswith("~") else found.key
         if self._may("temporary"):
-            if not self._view.bulk.discard(found):
+            if not self.view.bulk.discard(found):
                 return
             counters.count("removed", found.nbytes)
         counters.find("temporary", where, found.nbytes)
@@ -130,15 +108,15 @@ class Remover:
     def entry(self, kind: Category, entry: Entry, counters: Counters) -> None:
         """Remove an entry that has no index record."""
         if self._may(kind):
-            self._view.bulk.delete(entry.key)
+            self.view.bulk.delete(entry.key)
             counters.count("removed", entry.nbytes)
         counters.find(kind, entry.key, entry.nbytes)
 
     def _may(self, kind: Category) -> bool:
-        return self._limits.apply and (kind != "unidentified" or self._limits.unidentified)
+        return self.limits.apply and (kind != "unidentified" or self.limits.unidentified)
 
     def _remove(self, key: ChunkKey, entry: Entry, shard: ShardRecord | None, lease: Lease) -> bool:
-        view, path = self._view, key.path()
+        view, path = self.view, key.path()
         now = view.bulk.head(path)
         if now is None or not _is_same(now, entry):
             return False
@@ -151,7 +129,7 @@ class Remover:
                 and view.index.forget(key.namespace, key.prefix_hash, key.field, shard)
             ):
                 return False
-        if not delete_unchanged(view, now, lease, sleep=self._sleep):
+        if not delete_unchanged(view, now, lease, sleep=self.sleep):
             return False
         self._remove_copy(path, shard)
         self._withdraw(key)
@@ -159,7 +137,7 @@ class Remover:
 
     def _withdraw(self, key: ChunkKey) -> None:
         """Forget a record that was published while its payload was deleted."""
-        view = self._view
+        view = self.view
         if view.is_own_index:
             return
         _, known = recorded(view.index, key)
@@ -170,8 +148,8 @@ class Remover:
 
     def _remove_copy(self, path: str, shard: ShardRecord | None) -> None:
         # Without a record it is unknown whether a hot copy exists; such a copy expires on its own.
-        if self._view.hot is not None and shard is not None and shard.hot:
-            self._view.hot.delete(path)
+        if self.view.hot is not None and shard is not None and shard.hot:
+            self.view.hot.delete(path)
 
 
 def _is_same(now: Entry, then: Entry) -> bool:

@@ -36,8 +36,7 @@ WHERE c.ns = ? AND p.recorded IS NOT NULL AND p.nbytes IS NOT NULL GROUP BY c.ha
 
 
 class Sweep:
-    """Units of work over what the inventory found: ``leftovers``, ``parts``, ``missing``,
-    ``quotas``; then ``documents`` and ``totals``."""
+    """Units: ``leftovers``, ``parts``, ``missing``, ``quotas``; then ``documents``, ``totals``."""
 
     def __init__(
         self,

@@ -7,6 +7,7 @@ notices the closed connection and stops computing.
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 from typing import Any, Final, Literal
@@ -18,7 +19,6 @@ from objkv.config.urls import Url, parse_endpoint
 from objkv.errors import ConfigError, ObjkvError
 from objkv.keys.prefix import is_token
 from objkv.ops.warm.prompts import WarmPrompt
-from objkv.ops.warm.report import EndpointReport
 
 FailureKind = Literal["busy", "down", "failed", "refused"]
 TRANSFER_PARAMS: Final = {"objkv_put": True}
@@ -44,6 +44,14 @@ class EndpointError(ObjkvError):
         self.kind = kind
         self.after_s = after_s
         """Seconds to wait before a retry, if the endpoint reported it."""
+
+
+@dataclass(slots=True)
+class EndpointReport:
+    name: str
+    answered: int = 0
+    errors: int = 0
+    last_error: str = ""
 
 
 class Endpoint:
@@ -94,7 +102,6 @@ class Endpoint:
 
     @property
     def name(self) -> str:
-        """Its URL."""
         return self.report.name
 
     async def check(self) -> None:

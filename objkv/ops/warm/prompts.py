@@ -20,12 +20,9 @@ LINE_BYTES_MAX: Final = 64 << 20
 _OF_A_TEMPLATE: Final = ("documents", "reasoning_effort")
 """Request fields that vLLM passes to the chat template in addition to ``chat_template_kwargs``."""
 _OF_A_CHAT: Final = (
-    "tools",
-    "chat_template",
-    "add_generation_prompt",
-    "continue_final_message",
+    "tools", "chat_template", "add_generation_prompt", "continue_final_message",
     "add_special_tokens",
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +52,9 @@ class WarmPrompt:
 
 
 def read_prompts(files: Sequence[str]) -> Iterator[WarmPrompt]:
-    """Yield the prompts in files and standard input (``-``).
-
-    A ``.txt`` file is one prompt; any other file has one per line. Raises ``ConfigError`` with file
-    and line, and immediately for a missing file.
-    """
+    """Yield the prompts in files and standard input (``-``). A ``.txt`` file is one prompt; any
+    other file has one per line. Raises ``ConfigError`` with file and line, and immediately for a
+    missing file."""
     for file in files:
         if file != "-" and not Path(file).is_file():
             raise ConfigError(f"{file}: no such file")

@@ -6,27 +6,28 @@ stored prompts.
 """
 
 import asyncio
+import secrets
 from array import array
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import cycle, islice
 from threading import Thread
 from time import monotonic
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from objkv.errors import ConfigError, StoreError, StoreUnavailable
 from objkv.index.base import Record
 from objkv.keys.identity import Identity
-from objkv.ops.backends_view import BackendsView
+from objkv.keys.prefix import PromptExtras, prefix_hashes
+from objkv.ops.backends_view import HANDOFF_LAYOUT, BackendsView, read_identities, stored_namespaces
 from objkv.ops.match import look_up
-from objkv.ops.warm.endpoint import Endpoint, EndpointError
-from objkv.ops.warm.lookup import find_identity_of, hashes_of, nothing_saved
+from objkv.ops.warm.endpoint import Endpoint, EndpointError, EndpointReport
 from objkv.ops.warm.prompts import WarmPrompt
-from objkv.ops.warm.report import WarmLimits, WarmReport
+from objkv.stores.base import ReadStore
 
 Call = Callable[[Coroutine[Any, Any, None]], None]
 _BATCH: Final = 512
@@ -35,12 +36,91 @@ _TOKENIZING, _FINDERS = 8, 8
 """Concurrent requests for token ids, and threads for index lookups."""
 _ROUNDS: Final = 6
 """Attempts to tokenize a prompt, per endpoint."""
+SALT = "objkv-warm-"
+"""The start of the salts of probe chunks."""
+_CHUNK_TOKENS = 256
+"""The default chunk, used while nothing is stored yet."""
+_LOOK_PAUSE_S = 0.1
+Ending = Literal["complete", "interrupted", "unreachable"]
+NAMED_MAX = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class WarmLimits:
+    attempts_max: int = 4
+    """Attempts per prompt, not counting busy answers."""
+    busy_max: int = 100
+    """Busy answers per prompt."""
+    save_s: float = 60.0
+    """Time from the answer until the prompt is stored; afterwards it is sent again."""
+    gone_s: float = 120.0
+    """The run ends when no endpoint has answered for this time."""
+    pause_s: float = 0.05
+    """Pause between lookups of a pending save; grows to ten times this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    name: str
+    why: str
+
+
+@dataclass(slots=True)
+class WarmReport:
+    """The report of one run."""
+
+    mode: str
+    """``endpoints``, ``model`` or ``check``."""
+    namespace: str = ""
+    model: str = ""
+    ending: Ending = "complete"
+    prompts: int = 0
+    stored_before: int = 0
+    """Prompts already stored completely."""
+    short: int = 0
+    """Prompts shorter than one chunk, which cannot be stored."""
+    warmed: int = 0
+    """Prompts stored now but not before."""
+    failed: int = 0
+    left: int = 0
+    """Prompts not processed because of an early end."""
+    asked_tokens: int = 0
+    """Tokens of the prompts that were sent and answered."""
+    cached_tokens: int = 0
+    """The part of ``asked_tokens`` that was loaded or in an engine's cache, as far as reported."""
+    saved_chunks: int = 0
+    saved_bytes: int = 0
+    """Newly stored bytes."""
+    retries: int = 0
+    seconds: float = 0.0
+    endpoints: list[EndpointReport] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    """The first thousand failures."""
+    why: str = ""
+    """The reason of an early end."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every prompt that can be stored is stored."""
+        return self.ending == "complete" and not self.failed
+
+    @property
+    def done(self) -> int:
+        """Prompts that are finished."""
+        return self.stored_before + self.short + self.warmed + self.failed
+
+    def fail(self, name: str, why: str) -> None:
+        """Count and name a prompt that could not be warmed."""
+        self.failed += 1
+        if len(self.failures) < NAMED_MAX:
+            self.failures.append(Failure(name, why))
+
+    def plain(self) -> dict[str, Any]:
+        return {"command": "warm", "complete": self.is_complete, **asdict(self)}
 
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """A prompt that is not stored."""
-
     name: str
     tokens: "array[int]"
     salt: str | None
@@ -54,12 +134,10 @@ class Task:
 
 
 class TaskQueue:
-    """The prompts to compute, those with the most shared chunks first. For one thread.
-
-    A prompt in progress claims its missing chunks until they are stored; another prompt that needs
-    a claimed chunk waits. So the first prompt with a shared prefix runs alone, and the others load
-    its chunks. Uses about 200 bytes per distinct chunk.
-    """
+    """The prompts to compute, those with the most shared chunks first. For one thread. A prompt in
+    progress claims its missing chunks until they are stored; another prompt that needs a claimed
+    chunk waits. So the first prompt with a shared prefix runs alone, and the others load its
+    chunks. Uses about 200 bytes per distinct chunk."""
 
     def __init__(self, tasks: Sequence[Task]) -> None:
         self._stored: set[bytes] = set()
@@ -117,8 +195,6 @@ class TaskQueue:
 
 @dataclass(frozen=True, slots=True)
 class WarmJob:
-    """What a run works with."""
-
     view: BackendsView
     endpoints: Sequence[Endpoint] = ()
     identity: Identity | None = None
@@ -130,11 +206,9 @@ class WarmJob:
 
 def warm_by(job: WarmJob, prompts: Iterable[WarmPrompt], mode: str) -> WarmReport:
     """Compute the prompts that are not stored; in mode ``check`` only report them, and endpoints,
-    if there are any, tokenize. Closes the endpoints.
-
-    An interrupt, and endpoints or an index that do not answer any more, end it with a report.
-    Raises ``ConfigError``, and ``StoreError`` if it cannot begin.
-    """
+    if there are any, tokenize. Closes the endpoints. An interrupt, and endpoints or an index that
+    do not answer any more, end it with a report. Raises ``ConfigError``, and ``StoreError`` if it
+    cannot begin."""
     assert job.endpoints or (mode == "check" and job.identity is not None)
     every = iter(prompts)
     with ThreadPoolExecutor(_FINDERS, "objkv-warm-find") as finders, _calls() as call:
@@ -263,7 +337,6 @@ class _Run:
             self.report.seconds = monotonic() - started_s
 
     def ended(self) -> WarmReport:
-        """Return the report, after the end."""
         report = self.report
         if self._identity is not None:
             report.namespace = self._identity.namespace()
@@ -274,8 +347,7 @@ class _Run:
         return report
 
     async def _tokens(self, prompt: WarmPrompt) -> "array[int] | str":
-        """Return the prompt's token ids, from the first endpoint that answers, or why it has none.
-        Raises ``ConfigError`` for a prompt of another model."""
+        """Return its token ids, or why it has none. Raises ``ConfigError`` for another model."""
         endpoints = [endpoint for endpoint in self.job.endpoints if endpoint.model]
         served = {endpoint.model for endpoint in endpoints}
         if (identity := self.job.identity) is not None:
@@ -306,13 +378,22 @@ class _Run:
         return why
 
     async def _probe(self, tokens: Sequence[int]) -> None:
-        view, endpoints = self.job.view, [one for one in self.job.endpoints if one.model]
+        """Set the common identity of all endpoints, and verify that they save to this store. Each
+        computes a chunk of ``tokens`` under a random salt, which cannot be stored yet; its
+        namespace is the one in which that appears."""
+        view, wait_s = self.job.view, self.job.limits.save_s
+        endpoints = [one for one in self.job.endpoints if one.model]
         try:
-            self._identity = await find_identity_of(
-                endpoints, tokens, view.bulk, view.index, wait_s=self.job.limits.save_s
-            )
+            found = {one.name: await _identity_of(one, tokens, view, wait_s) for one in endpoints}
         except EndpointError as exc:
             raise StoreUnavailable(f"the first request failed: {exc}") from exc
+        if len({identity.namespace() for identity in found.values()}) > 1:
+            each = ", ".join(f"{name} {identity.namespace()}" for name, identity in found.items())
+            raise ConfigError(
+                f"the endpoints do not share a namespace: {each}; objkv diff shows why; warm each "
+                "group of endpoints separately"
+            )
+        self._identity = next(iter(found.values()))
 
     async def _add(self, prompt: WarmPrompt, tokens: "array[int]") -> None:
         assert self._identity is not None
@@ -331,8 +412,7 @@ class _Run:
         return await asyncio.get_running_loop().run_in_executor(self._finders, what)
 
     async def _free_endpoint(self) -> Endpoint:
-        """Wait for an endpoint that may compute one more prompt. Raises ``StoreUnavailable`` once
-        none has answered for the time allowed."""
+        """Wait for an endpoint that may compute a prompt. Raises ``StoreUnavailable``."""
         endpoints = self.job.endpoints
         while True:
             now_s = monotonic()
@@ -425,3 +505,71 @@ class _Run:
         self._queue.end(task, is_stored=is_stored)
         self._changed.set()
         self.job.progress(self.report)
+
+
+def hashes_of(identity: Identity, tokens: Sequence[int], salt: str | None) -> list[bytes]:
+    """Return the prefix hashes of the prompt's whole chunks; only these can be stored."""
+    extras = PromptExtras(salt=salt)
+    return prefix_hashes(identity.namespace(), tokens, identity.chunk_tokens, extras)
+
+
+def known_identities(bulk: ReadStore) -> dict[str, Identity]:
+    """Return the identities of all namespaces with KV of prompts, without hand-offs."""
+    every = read_identities(bulk, stored_namespaces(bulk))
+    return {name: one for name, one in every if one.page_layout != HANDOFF_LAYOUT}
+
+
+def nothing_saved(endpoint: str, wait_s: float) -> str:
+    return (
+        f"{endpoint} saved nothing here within {wait_s:.0f} s: check that it uses the objkv "
+        "connector, that it may save (kv_role, role, quota), and that its bulk_url and index_url "
+        "are those of this command; objkv doctor shows them here, the line 'objkv ready' in the "
+        "server's log shows them there"
+    )
+
+
+async def _identity_of(
+    endpoint: Endpoint, tokens: Sequence[int], view: BackendsView, wait_s: float
+) -> Identity:
+    salt = SALT + secrets.token_hex(8)
+    longest, ends_s = 0, 0.0
+    while True:
+        known = await asyncio.to_thread(known_identities, view.bulk)
+        sizes = {_CHUNK_TOKENS, *(identity.chunk_tokens for identity in known.values())}
+        if max(sizes) > longest:  # the first time, and when a namespace of longer chunks appears
+            longest = max(sizes)
+            await _compute_chunk(endpoint, tokens, salt, sorted(sizes, reverse=True), wait_s)
+            ends_s = monotonic() + wait_s
+        for identity in known.values():
+            first = hashes_of(identity, _of_size(tokens, identity.chunk_tokens), salt)
+            [record], _ = await asyncio.to_thread(look_up, view.index, identity, first)
+            if record is not None and record.shards:
+                return identity
+        if monotonic() >= ends_s:
+            raise ConfigError(nothing_saved(endpoint.name, wait_s))
+        await asyncio.sleep(_LOOK_PAUSE_S)
+
+
+async def _compute_chunk(
+    endpoint: Endpoint, tokens: Sequence[int], salt: str, sizes: Sequence[int], wait_s: float
+) -> None:
+    """Compute a chunk of the first of ``sizes`` that the endpoint accepts."""
+    left, ends_s = list(sizes), monotonic() + wait_s
+    while True:
+        made = [*_of_size(tokens, left[0]), tokens[0]]  # the last token is never saved
+        try:
+            await endpoint.compute(made, salt)
+            return
+        except EndpointError as exc:
+            if exc.kind == "refused" and len(left) > 1:  # longer than the model's context
+                left.pop(0)
+                continue
+            pause_s = exc.after_s or 5 * _LOOK_PAUSE_S
+            if exc.kind == "refused" or monotonic() + pause_s >= ends_s:
+                raise
+            await asyncio.sleep(pause_s)
+
+
+def _of_size(tokens: Sequence[int], size: int) -> list[int]:
+    """Return ``tokens``, cut or repeated to ``size``."""
+    return list(islice(cycle(tokens), size))

@@ -32,10 +32,8 @@ def serving(
     model: str, settings: Mapping[str, str], arguments: Sequence[str], *, module: str = _MODULE
 ) -> Iterator[Path]:
     """Serve ``model`` within the block, and yield the path of the Unix socket once it answers.
-
     ``settings``: of objkv, as environment variables. ``arguments``: of ``vllm serve``. Raises
-    ``ConfigError`` without vLLM, and ``StoreUnavailable`` with the log if it does not start.
-    """
+    ``ConfigError`` without vLLM, and ``StoreUnavailable`` with the log if it does not start."""
     if find_spec(module.partition(".")[0]) is None:
         raise ConfigError(
             f"--model needs vLLM, which is not installed here: {pip_install('vllm')}, or "

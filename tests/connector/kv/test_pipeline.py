@@ -24,7 +24,7 @@ from objkv.errors import ConfigError
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import token_digest
 from objkv.ops.models.layers import CacheLayer
-from objkv.ops.size.model import ModelShape
+from objkv.ops.size.sizing import ModelShape
 from objkv.transfer.plan import ChunkMove, LoadPlan, SaveMove, SavePlan
 from tests.connector.kv.hybrid_layout import plain_config
 from tests.support.paged_cache import CHUNK, HASHES, NAMESPACE, TOKENS, stores

@@ -14,8 +14,7 @@ from objkv.errors import ConfigError, StoreUnavailable
 from objkv.ops.warm import run as module
 from objkv.ops.warm.endpoint import Endpoint
 from objkv.ops.warm.prompts import WarmPrompt
-from objkv.ops.warm.report import WarmLimits, WarmReport
-from objkv.ops.warm.run import Task, TaskQueue, WarmJob, warm_by
+from objkv.ops.warm.run import Task, TaskQueue, WarmJob, WarmLimits, WarmReport, warm_by
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
 from tests.ops.warm.fake_vllm import (
@@ -219,9 +218,7 @@ def test_endpoints_that_do_not_share_are_told_apart(place: Place) -> None:
     assert other.identity.namespace() in str(raised.value)
 
 
-def test_an_interruption_ends_requests_and_the_next_run_goes_on(
-    place: Place,
-) -> None:
+def test_an_interruption_ends_requests_and_the_next_run_goes_on(place: Place) -> None:
     prompts = prompts_of(*(tail(number, 2) for number in range(1, 9)))
     gate = Gate()
     with FakeVllm(place) as server:

@@ -31,10 +31,8 @@ _UNSAFE: Final = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u
 
 
 def html_report(report: AuditReport) -> str:
-    """Return the page, to be encoded as UTF-8: about 70 KiB, plus up to 1 KiB per row and box.
-
-    The same report renders the same page. Raises nothing, whatever a store contains.
-    """
+    """Return the page, to be encoded as UTF-8: about 70 KiB, plus up to 1 KiB per row and box. The
+    same report renders the same page. Raises nothing, whatever a store contains."""
     style, script = _resource("report.css"), _resource("report.js")
     policy = (
         f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; "
