@@ -32,7 +32,7 @@ from objkv.transfer.saver import Saver
 from tests.device import simulated
 from tests.device.mutants import MUTANTS
 from tests.engine import model
-from tests.engine.prompts import tokens_of
+from tests.engine.job import tokens_of
 from tests.support.agents import AgentProcess
 from tests.support.plans import unpacked
 from tests.support.waiting import wait_until

@@ -13,7 +13,6 @@ import pytest
 
 from objkv.ops.gpu_check import GpuCase, GpuCheck
 from tests.engine.harness import VLLM_CACHE
-from tests.engine.scenario import Values, scenario
 from tests.support.agents import agent_folder
 from tests.support.servers.redis import wait_until
 
@@ -39,33 +38,22 @@ def ran(folder: Path, *arguments: str) -> Any:
     return json.loads(out)
 
 
-@scenario
-def demo(folder: Path) -> Values:
+def test_the_demos_second_replica_is_served_what_the_first_computed(folder: Path) -> None:
     report = ran(folder, "demo", "--small", "--json")
-    settings = report["stored"]["settings"]
-    options = ("--bulk-url", settings["OBJKV_BULK_URL"], "--index-url", settings["OBJKV_INDEX_URL"])
-    prompt = folder / "objkv/demo/prompts/document-2-question-2.json"
-    return {
-        "report": report,
-        "listed": ran(folder, "ls", "--json", *options),
-        "matched": ran(folder, "match", "--json", "--tokens", str(prompt), *options),
-    }
-
-
-def test_the_second_replica_is_served_what_the_first_computed() -> None:
-    report = demo()["report"]
     # Whole chunks of 256 tokens: of a prompt that A was asked too, and of a document alone.
     assert [row["prompt_tokens"] for row in report["rows"]] == [812, 812, 1324, 1324]
     assert [row["served_tokens"] for row in report["rows"]] == [768, 512, 1280, 1024]
     assert report["load_failures"] == 0
     assert all(row["identical"] for row in report["rows"])
     assert report["fine"]
-
-
-def test_what_it_stored_can_be_looked_at_afterwards() -> None:
-    listed = [found["payloads"] for found in demo()["listed"]["namespaces"]]
-    assert listed == [demo()["report"]["stored"]["chunks"]]
-    assert demo()["matched"]["usable_tokens"] == 1280
+    # What it stored can be looked at afterwards.
+    settings = report["stored"]["settings"]
+    options = ("--bulk-url", settings["OBJKV_BULK_URL"], "--index-url", settings["OBJKV_INDEX_URL"])
+    listed = ran(folder, "ls", "--json", *options)["namespaces"]
+    assert [found["payloads"] for found in listed] == [report["stored"]["chunks"]]
+    prompt = folder / "objkv/demo/prompts/document-2-question-2.json"
+    matched = ran(folder, "match", "--json", "--tokens", str(prompt), *options)
+    assert matched["usable_tokens"] == 1280
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

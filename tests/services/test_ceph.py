@@ -124,9 +124,6 @@ class Fleet:
         names = ("bulk_url", "index_url", "redis_prefix")
         return open_backends(self.config(**{name: mine[name] for name in names}), NullRecorder())
 
-    def opened(self, role: Role) -> Backends:
-        return open_backends(self.config(**self.settings[role]), NullRecorder())
-
     def environment(self, role: Role) -> dict[str, str]:
         config = self.config(**self.settings[role])
         names = ("s3_endpoint_url", "s3_addressing", "load_deadline_ms", "lookup_deadline_ms")
