@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import Any, Self
 
 from objkv.config import Config
-from tests.engine.endings import WORKER_S
+from tests.engine.endings import WORKER_S, kill_session
 from tests.engine.job import Job, Result
-from tests.support.agents import AgentProcess
+from tests.support.agents import AgentProcess, agent_folder
 from tests.support.nursery import Fork, Nursery
 
 ROOT = Path(__file__).resolve().parents[2]
 REPLICA = "tests.engine.replica"
 LOG_TAIL_LINES = 60
+PROGRAM_S = 1_200.0
 _ARENA_BYTES = 256 << 20
 VLLM_CACHE = {"VLLM_CACHE_ROOT": str(ROOT / ".cache" / "vllm")}
 """Where vLLM notes what each model class can do. To find that out it starts a process of 10 s."""
@@ -137,6 +138,31 @@ def _start(
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+
+
+def run_program(*command: str, folder: Path, **variables: str) -> str:
+    """Run a program that starts engines, as a user does with this folder and nothing of objkv
+    configured; what it prints. Nothing that it has started outlives it."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    own = {"PATH": path, "XDG_CACHE_HOME": str(folder / "cache"), "no_proxy": "127.0.0.1"}
+    with agent_folder() as sockets, (folder / "errors.log").open("w") as errors:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=environment() | own | {"XDG_RUNTIME_DIR": str(sockets)} | variables,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            out, _ = process.communicate(timeout=PROGRAM_S)
+        finally:
+            kill_session(process.pid)
+            process.wait()
+    logs = "\n".join(f"{log}: {log.read_text()[-3000:]}" for log in sorted(folder.glob("*.log")))
+    assert process.returncode == 0, f"{out[-3000:]}\n{logs}"
+    return out
 
 
 @functools.cache

@@ -4,16 +4,12 @@ order."""
 import ast
 import json
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engine.endings import kill_session
-from tests.engine.harness import ROOT, environment
+from tests.engine.harness import ROOT, run_program
 from tests.engine.servers import PATIENT
 from tests.examples import tiny
 from tests.support.servers.ports import free_port
@@ -29,34 +25,11 @@ COMMANDS = "".join(text for kind, text in QUICKSTART if kind == "bash")
 PORTS = "PORT_A=8001 PORT_B=8002\n"
 TRANSFER = re.compile(r" *--kv-transfer-config '[^']*'")
 PREFIX_TOKENS, PROMPTS = 2560, 8
-BOUND_S = 900.0
-"""For all commands. Two idle cores need two minutes."""
 
 
 def run(folder: Path, script: str) -> str:
-    file = folder / "page.sh"
-    file.write_text(f"set -eo pipefail\n{script}")
     tiny.make()
-    path = f"{Path(sys.executable).parent}:{environment()['PATH']}"
-    own = {"PATH": path, "XDG_CACHE_HOME": str(folder / "cache"), "no_proxy": "127.0.0.1"}
-    with (folder / "errors.log").open("w") as errors:
-        process = subprocess.Popen(
-            [shutil.which("bash") or "bash", str(file)],
-            cwd=folder,
-            env=environment() | own | PATIENT,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            out, _ = process.communicate(timeout=BOUND_S)
-        finally:
-            kill_session(process.pid)
-            process.wait()
-    logs = "\n".join(f"{log}: {log.read_text()[-3000:]}" for log in sorted(folder.glob("*.log")))
-    assert process.returncode == 0, f"{out[-3000:]}\n{logs}"
-    return out
+    return run_program("bash", "-eo", "pipefail", "-c", script, folder=folder, **PATIENT)
 
 
 def usages(text: str) -> list[dict[str, Any]]:
@@ -65,10 +38,10 @@ def usages(text: str) -> list[dict[str, Any]]:
     return found
 
 
-def test_the_quickstarts_second_server_loads_what_the_first_computed(folder: Path) -> None:
+def test_the_quickstarts_second_server_loads_what_the_first_computed(tmp_path: Path) -> None:
     assert PORTS in COMMANDS
     ports = f"PORT_A={free_port()} PORT_B={free_port()}\n"
-    out = run(folder, COMMANDS.replace(PORTS, ports))
+    out = run(tmp_path, COMMANDS.replace(PORTS, ports))
     assert "\nworks" in f"\n{out}"
     first, second = usages(out)
     assert first["prompt_tokens"] == second["prompt_tokens"]
@@ -124,9 +97,9 @@ def evaluation(folder: Path, ports: list[int]) -> str:
 
 
 def test_the_evaluations_third_server_loads_from_the_bucket_what_the_second_saved(
-    folder: Path,
+    tmp_path: Path,
 ) -> None:
-    out = run(folder, evaluation(folder, [free_port() for _ in range(3)]))
+    out = run(tmp_path, evaluation(tmp_path, [free_port() for _ in range(3)]))
     before, *servers = re.split(r"^server \d+$", out, flags=re.MULTILINE)
     assert "works" in before
     assert "bulk get 8 MiB" in before

@@ -1,6 +1,5 @@
 """Two real replicas share a prefix through a node agent; two ranks share theirs with one."""
 
-import importlib.util
 import os
 import socket
 import sys
@@ -8,21 +7,12 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.engine.fleet import CHUNK, NOWHERE, SAVED, SETTLED, SharedStore
 from tests.engine.harness import run_replica
 from tests.engine.job import Job, call, generate, prompt_of
 from tests.support.agents import AgentProcess
 from tests.support.servers.process import has_ended
 
-pytestmark = [
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(
-        importlib.util.find_spec("vllm") is None and not os.environ.get("CI"),
-        reason="vLLM is not installed",
-    ),
-]
 PROMPTS = (prompt_of(300, max_tokens=4), prompt_of(600, seed=1, max_tokens=4))
 LOADED = [256, 512]
 ASK = (generate(*PROMPTS), SETTLED)
