@@ -139,7 +139,7 @@ class Servers:
     redis: RedisServer
     redis_proxy: SpoilRedis
     folder: Path
-    clock: Clock
+    clock: Clock = field(default_factory=Clock)
     numbers: Iterator[int] = field(default_factory=itertools.count)
     files: Calls = field(default_factory=Calls)
     """What this process asked SQLite."""
@@ -151,7 +151,7 @@ class Servers:
 
 
 @contextmanager
-def running_servers(folder: Path, clock: Clock) -> Iterator[Servers]:
+def running_servers(folder: Path) -> Iterator[Servers]:
     s3 = S3Process()
     try:
         with (
@@ -159,7 +159,7 @@ def running_servers(folder: Path, clock: Clock) -> Iterator[Servers]:
             SpoilS3(s3.address) as s3_proxy,
             SpoilRedis(("127.0.0.1", server.port)) as redis_proxy,
         ):
-            yield Servers(s3, s3_proxy, server, redis_proxy, folder, clock)
+            yield Servers(s3, s3_proxy, server, redis_proxy, folder)
     finally:
         s3.kill()
 
