@@ -1,7 +1,7 @@
 """One engine of ``benchmarks.engine``: a process that executes one order per line.
 
-``python -m benchmarks.engine_child job.json`` answers each order on standard input
-with one line on standard output. vLLM's output goes to standard error. It ends with its input.
+``python -m benchmarks.engine_child job.json PIPE`` answers each order in a named pipe with one line
+on standard output. vLLM's output goes to standard error.
 """
 
 import os
@@ -139,9 +139,10 @@ def main() -> None:
         engine = Engine(EngineJob.model_validate_json(Path(sys.argv[1]).read_text()))
         answers.write(engine.ready.model_dump_json() + "\n")
         answers.flush()
-        for line in sys.stdin:
-            answers.write(engine.do(Order.model_validate_json(line)).model_dump_json() + "\n")
-            answers.flush()
+        with open(sys.argv[2]) as orders:
+            for line in orders:
+                answers.write(engine.do(Order.model_validate_json(line)).model_dump_json() + "\n")
+                answers.flush()
 
 
 if __name__ == "__main__":  # Workers in processes of their own import this file once more.

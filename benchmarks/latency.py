@@ -24,9 +24,9 @@ from typing import Any
 
 from benchmarks.agent import show
 from benchmarks.harness import QUICK_S3
-from tests.engine.fleet import SAVED, SharedStore
+from tests.engine.fleet import RESET, SAVED, SharedStore
 from tests.engine.harness import ROOT, run_replica
-from tests.engine.job import Call, Generate, Prompt, ResetPrefixCache
+from tests.engine.job import Call, Prompt, generate
 from tests.support.agents import AgentProcess, metrics_of
 from tests.support.servers.certificates import make_certificates
 from tests.support.servers.quick_s3 import quick_s3_process
@@ -186,7 +186,7 @@ def main() -> None:
         seeds, saves = [1, 2], list[Any]()
         for seed in seeds:
             prompt = Prompt(tokens=tuple(tokens_of(seed, LENGTH + 1)), max_tokens=1)
-            saves += [Generate(prompts=(prompt,)), SAVED, ResetPrefixCache()]
+            saves += [generate(prompt), SAVED, RESET]
         # With less, a step that computes several chunks drops some of them.
         slabs = {"pinned_bytes_max": 2 * nbytes}
         replica(saves, slabs | {"agent": agents["resident"].url}, folder)

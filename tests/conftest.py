@@ -1,10 +1,12 @@
 """What the whole test run shares."""
 
 import functools
+import importlib.util
 import logging
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -78,6 +80,22 @@ def loggers_are_as_before() -> Iterator[None]:
     yield
     log.handlers[:], log.propagate = before[0], before[2]
     log.setLevel(before[1])
+
+
+TIMEOUTS_S = {"engine": 3_600, "examples": 3_600, "services": 1_800, "smoke": 900}
+"""Of folders with tests that start engines, or are the first to wait for a server's start, which
+may be tried several times."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Without vLLM, engines are not tested, but in CI they are."""
+    absent = importlib.util.find_spec("vllm") is None and not os.environ.get("CI")
+    for item in items:
+        folder = item.path.relative_to(Path(__file__).parent).parts[0]
+        if folder in TIMEOUTS_S:
+            item.add_marker(pytest.mark.timeout(TIMEOUTS_S[folder]))
+        if absent and folder in ("engine", "smoke"):
+            item.add_marker(pytest.mark.skip(reason="vLLM is not installed"))
 
 
 def pytest_configure(config: pytest.Config) -> None:

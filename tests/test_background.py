@@ -5,16 +5,17 @@ import logging
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from threading import Event
+from typing import Any
 
 import pytest
 
 from objkv.background import Pool
+from tests.support.waiting import PATIENCE_S, wait_until
 
-PATIENCE_S = 120.0
+Job = Callable[[], object]
 
 
 class Gate:
@@ -28,21 +29,14 @@ class Gate:
         assert self.open.wait(PATIENCE_S)
 
 
-def run(job: Callable[[], object]) -> None:
-    job()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
+def pool_of(name: str = "t", *, threads: int = 1, **more: Any) -> Pool[Job]:
+    return Pool(name, threads, lambda job: job(), **more)
 
 
 def test_jobs_run_in_order() -> None:
     done: list[str] = []
     gate = Gate()
-    pool: Pool[Callable[[], object]] = Pool("t", 1, run)
+    pool = pool_of()
     assert pool.put([gate])
     assert gate.begun.wait(PATIENCE_S)
     assert pool.put(lambda name=name: done.append(name) for name in "ab")
@@ -66,9 +60,7 @@ def test_what_a_job_raises_is_its_owners_or_logged_and_the_next_job_runs(
             raise ValueError("so does what takes errors")
 
     done, errors = Event(), list[Exception]()
-    owned: Pool[Callable[[], object]] = Pool("owned", 1, run, failed=failed)
-    plain: Pool[Callable[[], object]] = Pool("plain", 1, run)
-    for pool in (owned, plain):
+    for pool in (pool_of("owned", failed=failed), pool_of("plain")):
         with caplog.at_level(logging.ERROR):
             done.clear()
             pool.put([fail, fail, done.set])
@@ -98,7 +90,7 @@ def test_as_many_threads_are_woken_as_there_are_new_jobs_and_who_drains_only_at_
     gate = Gate()
     with monkeypatch.context() as patch:
         patch.setattr("objkv.background.Condition", Counted)
-        pool: Pool[Callable[[], object]] = Pool("t", 1, run)
+        pool = pool_of()
     woken, drained = made
     pool.put([gate])
     assert gate.begun.wait(PATIENCE_S)
@@ -113,8 +105,8 @@ def test_as_many_threads_are_woken_as_there_are_new_jobs_and_who_drains_only_at_
 
 
 def test_closing_hands_back_what_no_thread_began_and_names_what_hangs() -> None:
-    gate, left = Gate(), list[Callable[[], object]]()
-    pool: Pool[Callable[[], object]] = Pool("t", 1, run)
+    gate, left = Gate(), list[Job]()
+    pool = pool_of()
     pool.put([gate, list, dict])
     assert gate.begun.wait(PATIENCE_S)
     assert pool.close(0.0, give_up=left.extend) == ["t-0"]
@@ -139,9 +131,7 @@ def test_a_job_that_is_done_is_not_kept_until_the_next_one() -> None:
 
 def test_each_thread_begins_once_before_its_first_job() -> None:
     begun, gates = list[str](), [Gate(), Gate(), Gate()]
-    pool: Pool[Callable[[], object]] = Pool(
-        "t", 2, run, begin=lambda: begun.append(threading.current_thread().name)
-    )
+    pool = pool_of(threads=2, begin=lambda: begun.append(threading.current_thread().name))
     pool.put(gates)
     for gate in gates[:2]:
         assert gate.begun.wait(PATIENCE_S)
@@ -160,7 +150,7 @@ def test_a_thread_that_cannot_be_prepared_runs_its_jobs(caplog: pytest.LogCaptur
         raise RuntimeError("no device")
 
     done = Event()
-    pool: Pool[Callable[[], object]] = Pool("t", 1, run, begin=begin)
+    pool = pool_of(begin=begin)
     pool.put([done.set])
     assert done.wait(PATIENCE_S)
     assert "thread not prepared pool=t" in caplog.text

@@ -1,11 +1,14 @@
-"""What is masked in the words of errors, and what is left as it is."""
+"""What is masked in the words of errors, and what is left as it is; errors show nothing that a
+terminal or a log obeys, and their advice works."""
 
+import subprocess
+import sys
 import traceback
 
 import pytest
 
 from objkv.config import load_config
-from objkv.errors import StoreDenied, StoreError
+from objkv.errors import StoreDenied, StoreError, pip_install
 from objkv.redact import KNOWN_MAX, keep_secret, without_secrets
 
 
@@ -65,3 +68,18 @@ def test_errors_mask_their_own_words_and_those_they_follow_from() -> None:
 def test_the_latest_secrets_are_remembered() -> None:
     keep_secret(*(f"a-secret-{number}" for number in range(KNOWN_MAX + 1)))
     assert without_secrets(f"a-secret-{KNOWN_MAX}, a-secret-0") == "***, a-secret-0"
+
+
+def test_the_advice_to_install_an_extra_needs_no_objkv_from_a_registry() -> None:
+    # As the messages print it. --no-index: pip may not look anything up.
+    command = pip_install("encryption").replace("'", "").split()[1:]
+    pip = [sys.executable, "-m", "pip", *command, "--dry-run", "--no-index"]
+    ran = subprocess.run(pip, capture_output=True, text=True, cwd="/")
+    assert ran.returncode == 0, ran.stderr
+    assert "Requirement already satisfied: cryptography" in ran.stdout
+
+
+def test_the_text_of_a_server_is_one_line_without_control_characters() -> None:
+    text = str(StoreDenied("get x: \x1b]0;owned\x07\x9b2J\nERROR forged\u202e"))
+    assert text.isprintable()
+    assert "ERROR forged" in text

@@ -30,8 +30,8 @@ from objkv.transfer.plan import ChunkMove, LoadOutcome, LoadPlan, SavePlan
 from objkv.transfer.saver import Saver
 from tests.device import simulated
 from tests.device.mutants import MUTANTS
-from tests.engine.job import Generate, Job, Output, Prompt, Settle
-from tests.engine.prompts import tokens_of
+from tests.engine.fleet import settle
+from tests.engine.job import Job, Output, Prompt, tokens_of
 from tests.engine.replica import Driver, arguments
 from tests.support.agents import AgentProcess
 from tests.support.plans import unpacked
@@ -183,7 +183,7 @@ class Engine:
         ):
             self._llm = vllm.LLM(**arguments(_job(agent)))
         self._agent = agent
-        self._driver = _Driver(self._llm, inside=True)
+        self._driver = _Driver(self._llm.llm_engine)
         connector: Any = get_kv_transfer_group()
         self._worker = connector.worker
         self.witness.watch(self._worker.loader)
@@ -209,9 +209,8 @@ class Engine:
             )
             for number, tokens in enumerate(prompts)
         )
-        for step in (Generate(prompts=tuple(asked)), Settle(seconds_max=PATIENCE_S)):
-            self._driver.take(step)
-        assert self._driver.answers.pop(), "blocks that are never free"
+        outputs = self._driver.generate(tuple(asked))
+        settle(self._llm)
         end = time.monotonic() + PATIENCE_S
         while not self._llm.reset_prefix_cache():
             assert time.monotonic() < end, "blocks that are still in use"
@@ -219,7 +218,7 @@ class Engine:
         self.cache.spoil()
         assert self._worker.saver.drain(PATIENCE_S)
         wait_until(lambda: not self._agent.metrics()["unsaved_payloads"])
-        return self._driver.outputs.pop()
+        return outputs
 
 
 def _then_model_waits(method: Callable[..., Any]) -> Callable[..., Any]:

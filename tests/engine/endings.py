@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import objkv
 from objkv.stores.base import Buffer
-from tests.engine.job import Call
 from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -35,11 +34,8 @@ ORPHANS_S = 60.0
 """What ends after the process that started it: Python's own that cleans up."""
 AGAIN_S = 20.0
 """How long an engine that was told to end may take to hear it before it is told again."""
-STOPPED = "tests.engine.endings:objkv_threads_after_shutdown"
-SLOW_SAVES = Call(function="tests.engine.endings:slow_saves", arguments={"seconds": 0.5})
 _BEGINS_THREAD = re.compile(r'threading\.py", line \d+ in _bootstrap$')
 _JOINS_THREADS = re.compile(r" in (_shutdown|_python_exit)$", re.MULTILINE)
-EXIT = "tests.engine.endings:end_of_script"
 PACKAGE = f"{Path(objkv.__file__).parent}/"
 _LINE = re.compile(
     r"\([^()]+ pid=\d+\) (?P<level>[A-Z]+) \d\d-\d\d \d\d:\d\d:\d\d "
@@ -52,12 +48,6 @@ _OWN = re.compile(r"objkv(: | |$)")
 _SHOWN = re.compile(rf'[ |]*(File "{re.escape(PACKAGE)}|objkv(\.\w+)+(: |$))')
 """A traceback's line with a frame in objkv's code, or an exception of objkv's, whoever logged it.
 """
-
-
-def time_to_end(*, told: bool) -> Call:
-    """For a replica whose engine is in processes of its own, which a terminal tells to end or only
-    their parent."""
-    return Call(function="tests.engine.endings:give_time_to_end", arguments={"told": told})
 
 
 def objkv_threads_after_shutdown(llm: Any, seconds_max: float = 120.0) -> dict[str, list[str]]:
@@ -149,10 +139,11 @@ def exit_status(process: "subprocess.Popen[bytes] | Fork", log_file: Path) -> in
     leader = process.pid
     try:
         status = process.wait(END_S)
-        wait_for_end(leader, ORPHANS_S)
+        over = f"all of session {leader} to end"
+        wait_until(lambda: not session_processes(leader), over, bound_s=ORPHANS_S)
         return status
     except (subprocess.TimeoutExpired, TimeoutError):
-        said = _tail(log_file)
+        said = log_file.read_text(errors="replace")[-4000:]
     stacks = []
     # Children first: some end with their parents, unread.
     for pid in sorted(session_processes(leader), reverse=True):
@@ -206,16 +197,6 @@ def dump_stacks(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGABRT)
     wait_until(lambda: not _session(pid), f"process {pid} to end")
-
-
-def wait_for_end(leader: int, bound_s: float) -> None:
-    wait_until(
-        lambda: not session_processes(leader), f"all of session {leader} to end", bound_s=bound_s
-    )
-
-
-def _tail(log_file: Path) -> str:
-    return log_file.read_text(errors="replace")[-4000:]
 
 
 def _objkv_threads() -> list[str]:

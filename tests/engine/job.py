@@ -1,11 +1,16 @@
 """What a replica is asked to do, and what it answers: plain values that cross as JSON."""
 
+import random
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
-from tests.engine.model import ModelName
+from tests.engine.model import VOCABULARY, ModelName
+
+_SPECIAL = 3
+"""Ids below have a meaning (begin, end, padding)."""
 
 
 class _Value(BaseModel):
@@ -26,54 +31,38 @@ class Prompt(_Value):
     """Folder of an adapter; the job's engine arguments must enable LoRA."""
 
 
+def tokens_of(length: int, *, seed: int = 0) -> tuple[int, ...]:
+    """``length`` token ids; those of one seed continue each other: shorter ones are prefixes."""
+    source = random.Random(seed)
+    return tuple(source.randrange(_SPECIAL, VOCABULARY) for _ in range(length))
+
+
+def prompt_of(length: int, *, seed: int = 0, max_tokens: int = 8) -> Prompt:
+    return Prompt(tokens=tokens_of(length, seed=seed), max_tokens=max_tokens)
+
+
 class Generate(_Value):
     """Run prompts, all at once but for their ``after_steps``, until all are finished."""
 
-    kind: Literal["generate"] = "generate"
     prompts: tuple[Prompt, ...]
-
-
-class ResetPrefixCache(_Value):
-    """Forget the replica's own KV cache, so that only a connector can bring a prefix back."""
-
-    kind: Literal["reset"] = "reset"
-    connector: bool = False
-    """Whether the connector is asked to reset as well."""
-
-
-class Settle(_Value):
-    """Let the engine step until no finished request is held back by a connector."""
-
-    kind: Literal["settle"] = "settle"
-    seconds_max: float = 300.0
-
-
-class WaitFor(_Value):
-    """Wait until a file exists: how a scenario, or another replica, says go."""
-
-    kind: Literal["wait"] = "wait"
-    path: Path
-    seconds_max: float = 600.0
-
-
-class Touch(_Value):
-    """Create an empty file, for somebody's ``WaitFor``."""
-
-    kind: Literal["touch"] = "touch"
-    path: Path
 
 
 class Call(_Value):
     """Call ``module:function(llm, **arguments)`` inside the replica; its answer must be JSON."""
 
-    kind: Literal["call"] = "call"
     function: str
     arguments: dict[str, Any] = {}
 
 
-Step = Annotated[
-    Generate | ResetPrefixCache | Settle | WaitFor | Touch | Call, Field(discriminator="kind")
-]
+Step = Generate | Call
+
+
+def generate(*prompts: Prompt) -> Generate:
+    return Generate(prompts=prompts)
+
+
+def call(function: Callable[..., Any], **arguments: Any) -> Call:
+    return Call(function=f"{function.__module__}:{function.__name__}", arguments=arguments)
 
 
 class Job(_Value):
@@ -103,8 +92,6 @@ class Output(_Value):
     """Prompt tokens that were not computed, from the replica's own cache or a connector."""
     finish_reason: str | None
     """``length``, ``stop``, ``error``, or ``abort`` for a prompt that the job aborted."""
-    seconds: float
-    """From arrival to the last token."""
     steps: int
     """Engine steps from arrival to the last token."""
 
@@ -123,17 +110,16 @@ class Result(_Value):
     outputs: tuple[tuple[Output, ...], ...]
     """Per ``Generate``, per prompt."""
     answers: tuple[Any, ...]
-    """Per ``Call`` its answer, per ``ResetPrefixCache`` and ``Settle`` whether it succeeded."""
+    """Per ``Call``."""
     metrics: dict[str, float]
     """vLLM's counters and gauges, a connector's own included; ``name`` or ``name{label=value}``."""
     agent: dict[str, float] = {}
     """Numbers of the replica's own agent, when the replica had ended and when the agent had."""
     warnings: tuple[LogLine, ...]
     """Of the replica's first process; what other processes logged is in ``log``."""
-    log: str
+    log: str = ""
     """Everything the replica printed."""
-    seconds: dict[str, float]
-    """``import``, ``start``, ``steps``, ``stop``, and ``total`` as seen from outside."""
+    stop_s: float
 
     @property
     def tokens(self) -> list[tuple[int, ...]]:

@@ -5,11 +5,11 @@ wrong KV changes the greedy tokens, so equal tokens are evidence of equal KV. Th
 heads, for tensor parallelism, and no tokenizer: prompts are token ids below ``VOCABULARY``.
 """
 
+import functools
 import hashlib
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -37,18 +37,22 @@ SIZES: dict[str, Any] = {
 """Sizes of the models, as transformers names them."""
 
 
+def place(name: str, *recipes: str) -> Path:
+    """Where a model is or will be; changes with the files that make it and with transformers."""
+    parts = (*(Path(file).read_bytes() for file in recipes), version("transformers").encode())
+    return _MODELS / f"{name}-{hashlib.sha256(b''.join(parts)).hexdigest()[:12]}"
+
+
 def folder(name: ModelName) -> Path:
-    """Where the model is or will be; changes with this file and with transformers."""
-    recipe = Path(__file__).read_bytes() + version("transformers").encode()
-    return _MODELS / f"{name}-{hashlib.sha256(recipe).hexdigest()[:12]}"
+    return place(name, __file__)
 
 
 def make(name: ModelName) -> Path:
-    """Make the model unless it is there; of many makers at once, each sees a whole one."""
     return make_once(folder(name), lambda target: _save(name, target))
 
 
 def make_once(target: Path, save: Callable[[Path], None]) -> Path:
+    """Make a model unless it is there; of many makers at once, each sees a whole one."""
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -135,17 +139,17 @@ ADAPTERS: dict[Path, int] = {}
 
 def adapter(name: str, seed: int) -> Path:
     """Where an adapter of the tiny Llama will be, once ``make_adapters`` was called."""
-    place = folder("llama").with_name(f"{folder('llama').name}-adapter-{seed}") / name
-    ADAPTERS[place] = seed
-    return place
+    found = place(f"llama-adapter-{seed}", __file__) / name
+    ADAPTERS[found] = seed
+    return found
 
 
 def make_adapters() -> None:
-    for place, seed in ADAPTERS.items():
-        make_once(place, lambda target, seed=seed: make_adapter(target, seed=seed))  # type: ignore
+    for target, seed in ADAPTERS.items():
+        make_once(target, functools.partial(make_adapter, seed=seed))
 
 
-def make_adapter(folder: Path, *, seed: int) -> Path:
+def make_adapter(folder: Path, *, seed: int) -> None:
     """An adapter that changes the queries and values of every layer, and so the tokens."""
     import torch
     from safetensors.torch import save_file
@@ -168,8 +172,3 @@ def make_adapter(folder: Path, *, seed: int) -> Path:
         "task_type": "CAUSAL_LM",
     }
     (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
-
-
-if __name__ == "__main__":
-    print(make(sys.argv[1]))  # type: ignore[arg-type]  # Whoever calls this by hand reads errors.

@@ -1,6 +1,6 @@
 """What the paged cache of a replica holds: called inside it, by a job's ``Call``.
 
-    Call(function=LOADED_PAGES, arguments={"prompts": [[5, 6, 7], ...]})
+    call(cached_pages, prompts=[[5, 6, 7], ...])
 
 Needs the engine core in the replica's own process, and one worker.
 """
@@ -9,15 +9,11 @@ import hashlib
 from itertools import chain
 from typing import Any
 
-ASKED = "tests.engine.pages:block_tokens"
-LOADED_PAGES = "tests.engine.pages:cached_pages"
-
 
 def block_tokens(llm: Any) -> int:
     """What vLLM made of the wish for 32. States must fit into a block of the attention, and how
     large they are depends on the processor's kernels."""
-    tokens: int = llm.llm_engine.vllm_config.cache_config.block_size
-    return tokens
+    return int(llm.llm_engine.vllm_config.cache_config.block_size)
 
 
 def cached_pages(llm: Any, prompts: list[list[int]]) -> list[dict[str, list[str]]]:
@@ -63,9 +59,6 @@ def _digest(page: Any) -> str:
 
     raw = page.contiguous().view(torch.uint8).numpy().tobytes()
     return hashlib.sha256(raw).hexdigest()[:16]
-
-
-HEAD_PAGES = "tests.engine.pages:cached_heads"
 
 
 def cached_heads(llm: Any, prompts: list[list[int]]) -> list[dict[str, list[list[str]]]]:

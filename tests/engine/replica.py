@@ -8,27 +8,12 @@ import importlib
 import logging
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.engine import model
-from tests.engine.job import (
-    Call,
-    Generate,
-    Job,
-    LogLine,
-    Output,
-    Prompt,
-    ResetPrefixCache,
-    Result,
-    Settle,
-    Step,
-    Touch,
-    WaitFor,
-)
-
-POLL_S = 0.002
+from tests.engine.job import Generate, Job, LogLine, Output, Prompt, Result
 
 
 @dataclass
@@ -36,7 +21,6 @@ class _Running:
     number: int
     prompt: Prompt
     arrived_steps: int
-    arrived: float = field(default_factory=time.perf_counter)
     last: Any = None
     """vLLM's newest RequestOutput, if any."""
 
@@ -54,48 +38,28 @@ class _Running:
             tokens=tuple(made.token_ids) if made else (),
             cached_tokens=self.last.num_cached_tokens if self.last else None,
             finish_reason=made.finish_reason if made and finished else "abort",
-            seconds=time.perf_counter() - self.arrived,
             steps=steps - self.arrived_steps,
         )
 
 
 class Driver:
-    def __init__(self, llm: Any, *, inside: bool) -> None:
-        """``inside``: the engine core lives in this process and steps when it is told to."""
-        self._llm = llm
-        self._engine = llm.llm_engine
-        self._inside = inside
+    """Generates by stepping the engine, whose core is in this process or in others."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
         self._requests = 0
         self._adapters: dict[Path, int] = {}
-        self.outputs: list[tuple[Output, ...]] = []
-        self.answers: list[Any] = []
 
-    def take(self, step: Step) -> None:
-        match step:
-            case Generate():
-                self.outputs.append(self._generate(step.prompts))
-            case ResetPrefixCache():
-                reset = self._llm.reset_prefix_cache(reset_connector=step.connector)
-                self.answers.append(reset)
-            case Settle():
-                self.answers.append(self._settle(step.seconds_max))
-            case WaitFor():
-                deadline = time.monotonic() + step.seconds_max
-                while not step.path.exists():
-                    assert time.monotonic() < deadline, f"nobody made {step.path}"
-                    time.sleep(POLL_S)
-            case Touch():
-                step.path.touch()
-            case Call():
-                module, _, name = step.function.partition(":")
-                function = getattr(importlib.import_module(module), name)
-                self.answers.append(function(self._llm, **step.arguments))
-
-    def _generate(self, prompts: tuple[Prompt, ...]) -> tuple[Output, ...]:
+    def generate(self, prompts: tuple[Prompt, ...]) -> tuple[Output, ...]:
         waiting = sorted(range(len(prompts)), key=lambda i: prompts[i].after_steps)
         running: dict[str, _Running] = {}
         finished: dict[int, Output] = {}
         steps = 0
+
+        def end(name: str) -> None:
+            request = running.pop(name)
+            finished[request.number] = request.output(steps)
+
         while waiting or running:
             while waiting and (prompts[waiting[0]].after_steps <= steps or not running):
                 number = waiting.pop(0)
@@ -103,17 +67,14 @@ class Driver:
             outputs = self._engine.step()
             steps += 1
             for output in outputs:
-                request = running[output.request_id]
-                request.last = output
+                running[output.request_id].last = output
                 if output.finished:
-                    finished[request.number] = request.output(steps)
-                    del running[output.request_id]
+                    end(output.request_id)
             others = bool(waiting) or any(r.prompt.abort_when is None for r in running.values())
             for name, request in list(running.items()):
                 if request.is_to_be_aborted(steps, others=others):
                     self._engine.abort_request([name])
-                    finished[request.number] = request.output(steps)
-                    del running[name]
+                    end(name)
         return tuple(finished[number] for number in range(len(prompts)))
 
     def _submit(self, prompt: Prompt) -> str:
@@ -135,46 +96,32 @@ class Driver:
         self._engine.add_request(name, inputs, params, lora_request=lora)
         return name
 
-    def _settle(self, seconds_max: float) -> bool:
-        deadline = time.monotonic() + seconds_max
-        while time.monotonic() < deadline:
-            if self._inside:
-                scheduler = self._engine.engine_core.engine_core.scheduler
-                if not scheduler.has_requests():
-                    return True
-                self._engine.step()
-            time.sleep(POLL_S)
-        return not self._inside
-
 
 def run(job: Job) -> Result:
-    clock = time.perf_counter
-    moments = [clock()]
     warnings = keep_warnings()
     gc.disable()
     from vllm import LLM
 
     gc.freeze()  # Millions of objects that live as long as the process; vLLM collects often.
     gc.enable()
-    moments.append(clock())
     llm = LLM(**arguments(job))
-    inside = not job.processes
-    moments.append(clock())
-    driver = Driver(llm, inside=inside)
+    driver = Driver(llm.llm_engine)
+    outputs, answers = list[tuple[Output, ...]](), list[Any]()
     for step in job.steps:
-        driver.take(step)
-    moments.append(clock())
-    metrics = read_metrics(llm)
+        if isinstance(step, Generate):
+            outputs.append(driver.generate(step.prompts))
+        else:
+            module, _, name = step.function.partition(":")
+            function = getattr(importlib.import_module(module), name)
+            answers.append(function(llm, **step.arguments))
+    metrics, began = read_metrics(llm), time.perf_counter()
     llm.llm_engine.engine_core.shutdown()
-    moments.append(clock())
-    names = ("import", "start", "steps", "stop")
     return Result(
-        outputs=tuple(driver.outputs),
-        answers=tuple(driver.answers),
+        outputs=tuple(outputs),
+        answers=tuple(answers),
         metrics=metrics,
         warnings=tuple(warnings),
-        log="",
-        seconds={name: moments[i + 1] - moments[i] for i, name in enumerate(names)},
+        stop_s=time.perf_counter() - began,
     )
 
 

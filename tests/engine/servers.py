@@ -9,12 +9,12 @@ Ready after half a minute or more, so start several at once.
 
 import json
 import os
+import re
 import signal
-import time
 import urllib.request
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from tests.engine import model
@@ -64,7 +64,6 @@ _FLAGS = ("--skip-tokenizer-init", "--enforce-eager", "--enable-prompt-tokens-de
 class Answer:
     tokens: tuple[int, ...]
     cached_tokens: int
-    seconds: float
 
 
 class Server:
@@ -100,12 +99,7 @@ class Server:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         kill_session(self._process.pid)
         self._process.wait()
 
@@ -141,26 +135,23 @@ class Server:
             json.dumps(asked).encode(),
             {"Content-Type": "application/json"} | headers,
         )
-        started = time.monotonic()
         with self._http.open(request, timeout=ANSWER_S) as response:
             answer = json.load(response)
         details = answer["usage"].get("prompt_tokens_details") or {}
         return Answer(
             tokens=tuple(answer["choices"][0]["token_ids"]),
             cached_tokens=details.get("cached_tokens") or 0,
-            seconds=time.monotonic() - started,
         )
 
     def metrics(self) -> dict[str, float]:
         """Its counters by name, as Prometheus would read them, summed over labels."""
         with self._http.open(f"{self.url}/metrics", timeout=ANSWER_S) as response:
             lines = response.read().decode().splitlines()
-        values: dict[str, float] = {}
+        values = defaultdict[str, float](float)
         for line in lines:
-            if not line.startswith("#") and line.split("{")[0].split(" ")[0].endswith("_total"):
-                name = line.split("{")[0].split(" ")[0]
-                values[name] = values.get(name, 0.0) + float(line.rsplit(" ", 1)[1])
-        return values
+            if found := re.match(r"(\w+(?::\w+)?_total)(?:\{.*\})? (\S+)$", line):
+                values[found[1]] += float(found[2])
+        return dict(values)
 
     def tell_to_end(self) -> None:
         """As Kubernetes does. Returns when its engine has heard of it."""

@@ -10,7 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.engine.model import SIZES, folder, make_once
+from tests.engine import model
+from tests.engine.model import SIZES, make_once, place
 
 TOKENS = 3
 """Tokens that a draft proposes per step."""
@@ -19,22 +20,15 @@ _SIZES = SIZES | {"num_hidden_layers": 4, "tie_word_embeddings": False}
 
 def make_pair(method: str) -> dict[str, Any]:
     """Make a target and its draft unless they are there. Returns arguments of ``vllm.LLM``."""
-    place = folder("llama").parent / f"drafts-{folder('llama').name[-6:]}-{_recipe()}"
+    made = make_once(place("drafts", __file__, model.__file__), _save_all)
     target = "glm4_moe" if method == "mtp" else "target"
-    make_once(place, _save_all)
     draft: dict[str, Any] = {"method": method, "num_speculative_tokens": TOKENS}
     if method != "mtp":
-        draft["model"] = str(place / ("target" if method == "draft_model" else method))
-    return {"model": str(place / target), "speculative_config": draft}
+        draft["model"] = str(made / ("target" if method == "draft_model" else method))
+    return {"model": str(made / target), "speculative_config": draft}
 
 
-def _recipe() -> str:
-    import hashlib
-
-    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
-
-
-def _save_all(place: Path) -> None:
+def _save_all(folder: Path) -> None:
     import torch
     import transformers
 
@@ -47,12 +41,12 @@ def _save_all(place: Path) -> None:
         for layer in target.model.layers[1:]:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
-    target.save_pretrained(place / "target")
-    config = json.loads((place / "target" / "config.json").read_text())
+    target.save_pretrained(folder / "target")
+    config = json.loads((folder / "target" / "config.json").read_text())
     weights = {name: tensor.contiguous() for name, tensor in target.state_dict().items()}
-    _save_eagle(place / "eagle", config, weights)
-    _save_dflash(place / "dflash")
-    _save_mtp(place / "glm4_moe")
+    _save_eagle(folder / "eagle", config, weights)
+    _save_dflash(folder / "dflash")
+    _save_mtp(folder / "glm4_moe")
 
 
 def _write(place: Path, config: dict[str, Any], weights: dict[str, Any]) -> None:
@@ -88,14 +82,14 @@ def _save_dflash(place: Path) -> None:
     import transformers
 
     sizes = _SIZES | {"num_hidden_layers": 2}
-    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes)).float()
+    made = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes)).float()
     weights = {
         name.removeprefix("model."): tensor.contiguous()
-        for name, tensor in model.state_dict().items()
+        for name, tensor in made.state_dict().items()
         if name.startswith("model.") and "embed" not in name
     }
     weights |= {"fc.weight": _random(256, 512), "hidden_norm.weight": torch.ones(256)}
-    config = model.config.to_dict() | {
+    config = made.config.to_dict() | {
         "architectures": ["DFlashDraftModel"],
         "dflash_config": {"mask_token_id": 5, "target_layer_ids": [0, 2]},
         "block_size": TOKENS + 1,

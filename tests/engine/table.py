@@ -11,9 +11,8 @@ from typing import Any, Literal
 from tests.engine import model
 from tests.engine.fleet import BLOCK, CHUNK, SharedStore, offloading
 from tests.engine.fp8_kernels import FP8_ENGINE
-from tests.engine.job import Prompt
+from tests.engine.job import Prompt, prompt_of, tokens_of
 from tests.engine.model import ModelName
-from tests.engine.prompts import prompt_of, tokens_of
 from tests.engine.speculation import make_pair
 
 Cached = tuple[int, ...]
@@ -24,10 +23,8 @@ Connect = Callable[[SharedStore], dict[str, Any]]
 class Side:
     settings: dict[str, Any] = field(default_factory=dict)
     """objkv's; ``{folder}`` in a text is the row's folder."""
-    also: dict[str, Any] = field(default_factory=dict)
-    """More of them, whose names are those of arguments."""
     engine: dict[str, Any] = field(default_factory=dict)
-    role: str = "kv_both"
+    kv_role: str = "kv_both"
     ranks: int = 1
     stages: int = 1
     connect: Connect | None = None
@@ -154,12 +151,12 @@ def _shared_or_not() -> list[Row]:
     return [
         # Twice: who an adapter is may be known only when its first request is over.
         Row("salts, adapters and a consumer", cached, asked, saved=(*saved, *saved),
-            engine=lambda: lora, look="", a=Side(role="kv_producer"), b=Side(role="kv_consumer"),
-            adds=0),
+            engine=lambda: lora, look="", a=Side(kv_role="kv_producer"),
+            b=Side(kv_role="kv_consumer"), adds=0),
         Row("another tenant", (0, THREE), (PLAIN, PLAIN), saved=(PLAIN,),
             b=Side({"tenant": "other"}), namespaces=2, adds=3),
         Row("a reader", (THREE, 0, 0), (PLAIN, UNKNOWN, UNKNOWN), saved=(PLAIN,),
-            b=Side(also={"role": "reader"}), adds=0),
+            b=Side({"role": "reader"}), adds=0),
         Row("another block size", (0,), (PLAIN,), b=Side(engine={"block_size": 64}), look="",
             namespaces=2),
         Row("another epoch of the weights", (0, THREE), (PLAIN, PLAIN), saved=(PLAIN,),
@@ -228,7 +225,7 @@ SCALES = {"half": (0.5, 2.0), "quarter": (0.25, 2.0)}
 
 
 def scaled_folder(name: str) -> Path:
-    return model.folder("llama").with_name(f"{model.folder('llama').name}-{name}")
+    return model.place(f"llama-{name}", __file__, model.__file__)
 
 
 def scaled_models() -> Path:

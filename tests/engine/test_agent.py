@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from objkv.index.sqlite.index import SqliteIndex
-from tests.engine.fleet import CHUNK, SAVED, SharedStore
+from tests.engine.fleet import CHUNK, NOWHERE, RESET, SAVED, SETTLED, SharedStore
 from tests.engine.harness import ReplicaFailed, run_replica
-from tests.engine.job import Call, Generate, Job, ResetPrefixCache, Settle, Step
-from tests.engine.prompts import prompt_of
+from tests.engine.job import Job, Result, Step, call, generate, prompt_of
 from tests.support.agents import AgentProcess, agent_folder
 from tests.support.waiting import wait_until
 
@@ -20,9 +19,7 @@ pytestmark = pytest.mark.slow
 PROMPTS = (prompt_of(300), prompt_of(600, seed=1))
 LOADED = [256, 512]
 CHUNKS = sum(LOADED) // CHUNK
-GENERATE: tuple[Step, ...] = (Generate(prompts=PROMPTS), Settle())
-NOWHERE = {"bulk_url": "file:///nowhere/chunks", "index_url": "sqlite:///nowhere/index"}
-"""A replica of an agent uses neither."""
+ASK: tuple[Step, ...] = (generate(*PROMPTS), SETTLED)
 
 
 def kill(_llm: Any, pid: int = 0) -> None:
@@ -35,27 +32,19 @@ def test_a_kill_of_the_engine_loses_no_payload_and_one_of_the_agent_no_token(
 ) -> None:
     """The engine ends when the agent has its payloads, most of which are not stored yet."""
     store = SharedStore(tmp_path / "store")
-    settings = {
-        "bulk_url": f"file://{store.bulk}",
-        "index_url": f"sqlite://{store.index_file}",
-        "agent_memory_bytes": "64MiB",
-        "codec": "lz4",
-        "save_deadline_ms": "600s",
-    }
-    here = "tests.engine.test_agent:kill"
-    alone = run_replica(Job(steps=GENERATE), tmp_path).tokens
-    with AgentProcess(settings) as agent, closing(SqliteIndex(store.index_file)) as index:
+    own = {"agent_memory_bytes": "64MiB", "codec": "lz4", "save_deadline_ms": "600s"}
+    alone = run_replica(Job(steps=ASK), tmp_path).tokens
+    with AgentProcess(store.places | own) as agent, closing(SqliteIndex(store.index_file)) as index:
 
-        def job(*steps: Step) -> Job:
-            return store.job(*steps, agent=agent.url, **NOWHERE)
+        def run(*steps: Step) -> Result:
+            return run_replica(store.job(*steps, agent=agent.url, **NOWHERE), tmp_path)
 
         with pytest.raises(ReplicaFailed, match="exit status -9"):
-            run_replica(job(*GENERATE, SAVED, Call(function=here)), tmp_path)
+            run(*ASK, SAVED, call(kill))
         wait_until(lambda: sum(one.payloads for one in index.usage()) >= CHUNKS)
-        end = Call(function=here, arguments={"pid": agent.process.pid})
-        run = run_replica(job(*GENERATE, end, ResetPrefixCache(), *GENERATE), tmp_path)
-    assert run.cached == [*LOADED, 0, 0]
-    assert run.tokens == alone * 2
+        second = run(*ASK, call(kill, pid=agent.process.pid), RESET, *ASK)
+    assert second.cached == [*LOADED, 0, 0]
+    assert second.tokens == alone * 2
 
 
 def test_a_replica_without_its_stores_serves_or_refuses_and_shows_no_secret(
@@ -75,13 +64,13 @@ def test_a_replica_without_its_stores_serves_or_refuses_and_shows_no_secret(
         env = {f"OBJKV_{name}": "open-sesame" for name in names}
         env["XDG_RUNTIME_DIR"] = str(sockets)
 
-        def lived(**more: Any) -> Any:
-            job = store.job(*GENERATE, **far, **more).model_copy(update={"env": env})
+        def lived(**more: Any) -> Result:
+            job = store.job(*ASK, **far, **more).model_copy(update={"env": env})
             return run_replica(job, tmp_path)
 
         run = lived()
         with pytest.raises(ReplicaFailed, match=r"objkv\.errors\.") as refused:
             lived(at_start="strict")
-    assert run.tokens == run_replica(Job(steps=GENERATE), tmp_path).tokens
+    assert run.tokens == run_replica(Job(steps=ASK), tmp_path).tokens
     assert "s3://chunks" in str(refused.value)
     assert "open-sesame" not in run.log + str(refused.value)

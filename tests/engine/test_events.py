@@ -5,19 +5,15 @@ from typing import Any
 
 import pytest
 
-from tests.engine.fleet import CHUNK, NUMBERS_TOLD, SharedStore, one_by_one
+from tests.engine.fleet import BLOCK, CHUNK, NUMBERS_TOLD, SharedStore, one_by_one, reset
 from tests.engine.harness import run_replica
-from tests.engine.job import Call, Job, Prompt, ResetPrefixCache, Step
-from tests.engine.prompts import prompt_of
-from tests.engine.scenario import Values, scenario
+from tests.engine.job import Job, Prompt, Result, Step, call, prompt_of
 
 pytestmark = pytest.mark.slow
 CHUNKS = 3
 PLAIN = prompt_of(CHUNKS * CHUNK + 9)
 UNKNOWN = prompt_of(CHUNKS * CHUNK + 9, seed=1)
 EVENTS: dict[str, Any] = {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"}}
-LISTEN = Call(function="tests.engine.test_events:listen")
-HEARD = Call(function="tests.engine.test_events:heard")
 _BATCHES: list[Any] = []
 
 
@@ -34,35 +30,20 @@ def heard(_llm: Any) -> list[dict[str, Any]]:
 
 
 def plain(event: Any) -> dict[str, Any]:
-    values = {"kind": type(event).__name__}
-    for name in ("medium", "group_idx", "block_hashes", "parent_block_hash", "token_ids"):
-        values[name] = getattr(event, name, None)
-    return values
+    names = ("medium", "group_idx", "block_hashes", "parent_block_hash", "token_ids")
+    values = {name: getattr(event, name, None) for name in names}
+    return values | {"kind": type(event).__name__}
 
 
 def told(*prompts: Prompt) -> tuple[Step, ...]:
     """Run prompts one by one, each with a step after what was saved, and tell what was heard."""
-    steps: list[Step] = [LISTEN]
-    for prompt in prompts:
-        steps += (*one_by_one([prompt]), NUMBERS_TOLD, HEARD)
-    return tuple(steps)
+    steps = [step for one in prompts for step in (*one_by_one([one]), NUMBERS_TOLD, call(heard))]
+    return (call(listen), *steps)
 
 
-@scenario
-def events(folder: Path) -> Values:
-    store = SharedStore(folder / "store")
-    reset = (ResetPrefixCache(connector=True), NUMBERS_TOLD, HEARD)
-    reads = store.job(*told(PLAIN, PLAIN, UNKNOWN), role="kv_consumer", engine=EVENTS)
-    return {
-        "writer": run_replica(store.job(*told(PLAIN), *reset, engine=EVENTS), folder),
-        "reader": run_replica(reads, folder),
-        "alone": run_replica(Job(steps=told(PLAIN), engine=EVENTS), folder),
-    }
-
-
-def of(replica: str, answer: int, medium: str = "STORAGE") -> list[dict[str, Any]]:
-    """What a replica told of a medium up to its ``answer``-th ``HEARD``, without the rest."""
-    lists = [one for one in events()[replica].answers if isinstance(one, list)]
+def of(run: Result, answer: int, medium: str = "STORAGE") -> list[dict[str, Any]]:
+    """What a replica told of a medium up to its ``answer``-th ``heard``, without the rest."""
+    lists = [one for one in run.answers if isinstance(one, list)]
     return [event for event in lists[answer] if event["medium"] == medium]
 
 
@@ -70,32 +51,30 @@ def blocks(told: list[dict[str, Any]], kind: str = "BlockStored") -> list[Any]:
     return [one for event in told if event["kind"] == kind for one in event["block_hashes"]]
 
 
-def test_what_was_saved_is_told_with_the_hashes_of_the_device() -> None:
-    device = of("writer", 0, "GPU")
-    stored = of("writer", 0)
+def test_routers_hear_of_saves_hits_and_resets_of_the_stores_as_of_the_device(
+    tmp_path: Path,
+) -> None:
+    store = SharedStore(tmp_path / "store")
+    resets = (call(reset, connector=True), NUMBERS_TOLD, call(heard))
+    writer = run_replica(store.job(*told(PLAIN), *resets, engine=EVENTS), tmp_path)
+    reads = store.job(*told(PLAIN, PLAIN, UNKNOWN), kv_role="kv_consumer", engine=EVENTS)
+    reader = run_replica(reads, tmp_path)
+    alone = run_replica(Job(steps=told(PLAIN), engine=EVENTS), tmp_path)
+
+    device, stored = of(writer, 0, "GPU"), of(writer, 0)
+    assert device == of(alone, 0, "GPU")
     assert len(stored) == CHUNKS
-    assert {event["kind"] for event in stored} == {"BlockStored"}
-    assert {event["group_idx"] for event in stored} == {0}
-    count = CHUNKS * CHUNK // 32
-    assert sorted(blocks(stored)) == sorted(blocks(device)[:count])
-    tokens = {event["parent_block_hash"]: event["token_ids"] for event in stored}
+    assert {(event["kind"], event["group_idx"]) for event in stored} == {("BlockStored", 0)}
+    saved = sorted(blocks(stored))
+    assert saved == sorted(blocks(device)[: CHUNKS * CHUNK // BLOCK])
+    by_parent = {event["parent_block_hash"]: event for event in stored}
     chain, parent = [], None
     for _ in range(CHUNKS):
-        chain += tokens[parent]
-        (parent,) = [e["block_hashes"][-1] for e in stored if e["parent_block_hash"] == parent]
+        chain += by_parent[parent]["token_ids"]
+        parent = by_parent[parent]["block_hashes"][-1]
     assert tuple(chain) == PLAIN.tokens[: CHUNKS * CHUNK]
+    assert sorted(blocks(of(writer, 1), "BlockRemoved")) == saved, "a reset takes them back"
 
-
-def test_a_reset_takes_back_what_this_replica_told_of_the_stores() -> None:
-    assert sorted(blocks(of("writer", 1), "BlockRemoved")) == sorted(blocks(of("writer", 0)))
-
-
-def test_a_hit_is_told_once_and_a_miss_is_not() -> None:
-    assert events()["reader"].cached[0] == CHUNKS * CHUNK
-    assert sorted(blocks(of("reader", 0))) == sorted(blocks(of("writer", 0)))
-    assert of("reader", 1) == []
-    assert of("reader", 2) == []
-
-
-def test_the_device_is_told_of_as_without_objkv() -> None:
-    assert of("writer", 0, "GPU") == of("alone", 0, "GPU")
+    assert reader.cached[0] == CHUNKS * CHUNK
+    assert sorted(blocks(of(reader, 0))) == saved
+    assert of(reader, 1) == of(reader, 2) == [], "a hit is told once, and a miss is not"

@@ -15,45 +15,34 @@ from objkv.stores.local import LocalStore
 from tests.engine.fleet import (
     BLOCK,
     CHUNK,
+    FORGOTTEN,
     FREE_BLOCKS,
     NUMBERS_TOLD,
     PATIENT,
+    RESET,
     SAVED,
+    SETTLED,
     SharedStore,
+    end_loads,
     one_by_one,
+    touch,
 )
 from tests.engine.harness import run_replica
-from tests.engine.job import (
-    Call,
-    Generate,
-    Job,
-    Prompt,
-    ResetPrefixCache,
-    Result,
-    Settle,
-    Step,
-    Touch,
-)
-from tests.engine.prompts import prompt_of, tokens_of
-from tests.engine.scenario import Values, scenario
+from tests.engine.job import Job, Prompt, Result, Step, call, generate, prompt_of, tokens_of
 from tests.engine.speculation import make_pair
 from tests.support.served import ServedAgent
 
 pytestmark = pytest.mark.slow
 MODES = ("async", "layerwise")
-FORGET = (SAVED, Settle(), ResetPrefixCache())
 
 CHUNKS = 5
-STORED = prompt_of(CHUNKS * CHUNK + 9)
+STORED, OTHER = (prompt_of(CHUNKS * CHUNK + 9, seed=seed) for seed in (0, 3))
 LONGER = Prompt(tokens=STORED.tokens[: CHUNKS * CHUNK] + tokens_of(200, seed=9))
 SMALL = {"num_gpu_blocks_override": 64, "max_model_len": 1984}
 EARLY = STORED.model_copy(update={"abort_after_steps": 1})
 BESIDE = prompt_of(2 * CHUNK + 9, seed=1)
 FILLING = prompt_of(1900, seed=2)
 """Needs almost all blocks, those of the aborted requests included."""
-
-
-OTHER = prompt_of(CHUNKS * CHUNK + 9, seed=3)
 
 
 def during(prompt: Prompt, gate: Path) -> Prompt:
@@ -88,31 +77,25 @@ def agent_with_gates(store: SharedStore, first: Path, last: Path) -> Iterator[st
             agent.close()
 
 
-@scenario
-def aborted_while_loading(folder: Path) -> Values:
-    store = SharedStore(folder / "store")
-    first, last = folder / "first", folder / "last"
+def test_aborted_loads_neither_hold_blocks_nor_write_into_those_of_others(tmp_path: Path) -> None:
+    store = SharedStore(tmp_path / "store")
+    first, last = tmp_path / "first", tmp_path / "last"
 
     def steps(*beside: Prompt) -> tuple[Step, ...]:
         return (
-            *(Generate(prompts=(*beside, BESIDE)), Settle(), FREE_BLOCKS),
-            *(Generate(prompts=(FILLING,)), Touch(path=first)),
-            Call(function="tests.engine.fleet:end_loads"),
-            *(Generate(prompts=(FILLING,)), *FORGET),
-            *(Generate(prompts=(STORED,)), Settle(), ResetPrefixCache(), FREE_BLOCKS),
+            *(generate(*beside, BESIDE), SETTLED, FREE_BLOCKS),
+            *(generate(FILLING), call(touch, path=first), call(end_loads)),
+            *(generate(FILLING), *FORGOTTEN),
+            *(generate(STORED), SETTLED, RESET, FREE_BLOCKS),
         )
 
-    alone = run_replica(Job(steps=steps(), engine=SMALL), folder)
-    run_replica(store.job(*one_by_one([STORED, OTHER])), folder)
+    alone = run_replica(Job(steps=steps(), engine=SMALL), tmp_path)
+    run_replica(store.job(*one_by_one([STORED, OTHER])), tmp_path)
     first.unlink()
-    again = (Touch(path=last), Generate(prompts=(during(OTHER, last),)))
+    again = (call(touch, path=last), generate(during(OTHER, last)))
     with agent_with_gates(store, first, last) as url:
         job = store.job(*steps(EARLY, during(STORED, first)), *again, engine=SMALL, agent=url)
-        return {"alone": alone, "run": run_replica(job, folder)}
-
-
-def test_aborted_loads_neither_hold_blocks_nor_write_into_those_of_others() -> None:
-    run, alone = (aborted_while_loading()[name] for name in ("run", "alone"))
+        run = run_replica(job, tmp_path)
     early, stuck, beside = run.outputs[0]
     assert (early.finish_reason, stuck.finish_reason, stuck.tokens) == ("abort", "abort", ())
     assert beside.tokens == alone.outputs[0][0].tokens
@@ -120,14 +103,11 @@ def test_aborted_loads_neither_hold_blocks_nor_write_into_those_of_others() -> N
     assert run.metrics["vllm:objkv_hit_tokens"] >= 2 * CHUNKS * CHUNK, "it was under way"
     free = [answer for answer in run.answers if type(answer) is int]
     assert free == [63, 63]  # vLLM keeps one block as the null block
-    assert all(answer is not False for answer in run.answers)
+    assert False not in run.answers
     assert run.tokens[3:6] == alone.tokens[1:4]
     assert run.cached[4] > 1800
     assert run.cached[5] == CHUNKS * CHUNK
-
-
-def test_a_replica_stops_although_a_load_is_stuck() -> None:
-    assert aborted_while_loading()["run"].seconds["stop"] < PATIENT["drain_deadline_ms"] / 1000
+    assert run.stop_s < PATIENT["drain_deadline_ms"] / 1000, "it stops although a load is stuck"
 
 
 def abort_within(llm: Any, tokens: list[int]) -> bool:
@@ -159,9 +139,8 @@ def test_a_prompt_after_one_aborted_within_its_step_is_computed_as_ever(tmp_path
     run_replica(store.job(*one_by_one([STORED])), tmp_path)
     for path in store.payloads():
         path.unlink()
-    here = "tests.engine.test_lifecycle:abort_within"
-    twice = (Generate(prompts=(LONGER,)), Generate(prompts=(LONGER,)))
-    abort = Call(function=here, arguments={"tokens": LONGER.tokens})
+    twice = (generate(LONGER), generate(LONGER))
+    abort = call(abort_within, tokens=LONGER.tokens)
     alone = run_replica(Job(steps=twice), tmp_path)
     run = run_replica(store.job(abort, *twice, load_mode="layerwise"), tmp_path)
     assert run.answers == (True,)
@@ -172,65 +151,49 @@ def test_a_prompt_after_one_aborted_within_its_step_is_computed_as_ever(tmp_path
 NEW_TOKENS, TAIL = 108, 8
 CROWD = tuple(prompt_of(2 * CHUNK + 44, seed=i, max_tokens=NEW_TOKENS) for i in range(6))
 """A prompt's third chunk is completed by generated tokens."""
-TOGETHER = (Generate(prompts=CROWD), SAVED, NUMBERS_TOLD)
+TOGETHER = (generate(*CROWD), SAVED, NUMBERS_TOLD)
 TINY = {"num_gpu_blocks_override": 32, "max_model_len": 640}
 """Three prompts fit, and not what they generate."""
 
 
-@scenario
-def crowded(folder: Path) -> Values:
-    store, plain = SharedStore(folder / "store"), SharedStore(folder / "plain")
-    alone = run_replica(Job(steps=one_by_one(CROWD)), folder)
-    first = run_replica(store.job(*TOGETHER, engine=TINY, save_decode=True), folder)
-    values: Values = {"alone": alone, "first": first, "files": len(store.payloads())}
+def test_preempted_requests_get_their_tokens_and_each_chunk_is_saved_once(tmp_path: Path) -> None:
+    """Generated ones are, if asked."""
+    alone = run_replica(Job(steps=one_by_one(CROWD)), tmp_path)
+    stores = [SharedStore(tmp_path / name) for name in ("prompts", "all")]
+    for chunks, store in enumerate(stores, start=2):
+        job = store.job(*TOGETHER, engine=TINY, save_decode=chunks > 2)
+        run = run_replica(job, tmp_path)
+        assert run.metrics["vllm:num_preemptions"] > 0
+        assert run.tokens[: len(CROWD)] == alone.tokens
+        assert {output.finish_reason for output in run.outputs[0]} == {"length"}
+        assert not run.metrics.get("vllm:objkv_load_failures")
+        assert len(store.payloads()) == chunks * len(CROWD)
+        assert chunks > 2 or run.agent["saves"] == chunks * len(CROWD)
     longer = [
         Prompt(tokens=prompt.tokens + tokens[:-TAIL], max_tokens=TAIL)
         for prompt, tokens in zip(CROWD, alone.tokens, strict=True)
     ]
-    values["prompts only"] = run_replica(plain.job(*TOGETHER, engine=TINY), folder)
-    values["files of prompts"] = len(plain.payloads())
-    return values | {"continued": run_replica(store.job(*one_by_one(longer)), folder)}
+    continued = run_replica(stores[1].job(*one_by_one(longer)), tmp_path)
+    assert continued.cached == [3 * CHUNK] * len(CROWD)
+    assert continued.tokens == [tokens[-TAIL:] for tokens in alone.tokens]
 
 
-@pytest.mark.parametrize("name", ["first", "prompts only"])
-def test_preempted_requests_get_the_tokens_that_they_get_alone(name: str) -> None:
-    run: Result = crowded()[name]
-    assert run.metrics["vllm:num_preemptions"] > 0
-    assert run.tokens[: len(CROWD)] == crowded()["alone"].tokens
-    assert {output.finish_reason for output in run.outputs[0]} == {"length"}
-    assert not run.metrics.get("vllm:objkv_load_failures")
-
-
-def test_each_chunk_is_saved_once_and_generated_ones_if_asked() -> None:
-    values = crowded()
-    saves = values["prompts only"].agent["saves"]
-    assert saves == values["files of prompts"] == 2 * len(CROWD)
-    assert values["files"] == 3 * len(CROWD)
-    assert values["continued"].cached == [3 * CHUNK] * len(CROWD)
-    assert values["continued"].tokens == [tokens[-TAIL:] for tokens in values["alone"].tokens]
-
-
-@scenario
-def drafted(folder: Path) -> Values:
+def test_preempted_and_asynchronous_steps_save_only_verified_bytes_of_a_draft(
+    tmp_path: Path,
+) -> None:
     """With a draft, preempted and in asynchronous steps; then with it, and without it, from what
     was saved."""
-    store, eagle = SharedStore(folder / "store"), make_pair("eagle")
-    steps = tuple(step for one in CROWD for step in (Generate(prompts=(one,)), *FORGET))
-    crowded = eagle | TINY | {"async_scheduling": True}
-    plain = {"model": eagle["model"]}
-    values: Values = {"alone": run_replica(Job(steps=steps, engine=plain), folder)}
-    values["crowded"] = run_replica(store.job(TOGETHER[0], SAVED, engine=crowded), folder)
-    values["with"] = run_replica(store.job(*steps, engine=eagle), folder)
-    return values | {"without": run_replica(store.job(*steps, engine=plain), folder)}
-
-
-def test_preempted_and_asynchronous_steps_save_only_verified_bytes_of_a_draft() -> None:
-    values = drafted()
-    assert values["crowded"].metrics["vllm:num_preemptions"] > 0
-    for name in ("crowded", "with", "without"):
-        assert values[name].tokens == values["alone"].tokens
-    assert values["with"].cached == [2 * CHUNK - BLOCK] * len(CROWD)
-    assert values["without"].cached == [2 * CHUNK] * len(CROWD)
+    store, eagle = SharedStore(tmp_path / "store"), make_pair("eagle")
+    steps, plain = one_by_one(CROWD), {"model": eagle["model"]}
+    alone = run_replica(Job(steps=steps, engine=plain), tmp_path)
+    hasty = eagle | TINY | {"async_scheduling": True}
+    crowded = run_replica(store.job(*TOGETHER[:2], engine=hasty), tmp_path)
+    assert crowded.metrics["vllm:num_preemptions"] > 0
+    assert crowded.tokens == alone.tokens
+    for engine, loaded in ((eagle, 2 * CHUNK - BLOCK), (plain, 2 * CHUNK)):
+        run = run_replica(store.job(*steps, engine=engine), tmp_path)
+        assert run.tokens == alone.tokens
+        assert run.cached == [loaded] * len(CROWD)
 
 
 SEED, WAVES, DRAWN = 11, 3, 40
@@ -271,37 +234,9 @@ def damage(store: SharedStore, prompts: list[Prompt], seed: int) -> None:
             path.write_bytes(spoiled)
 
 
-@scenario
-def mixture(folder: Path) -> Values:
-    """Everything at once: shared prefixes, late arrivals, aborts, preemptions, prefill in pieces,
-    and a store of which a third is damaged."""
-    source = random.Random(SEED)
-    waves = [(*LARGE, *(drawn(source) for _ in range(DRAWN))) for _ in range(WAVES)]
-    quiet = [p.model_copy(update={"abort_after_steps": None}) for w in waves for p in w]
-    steps: list[Step] = [FREE_BLOCKS]
-    for wave in waves:
-        steps += (Generate(prompts=wave), *FORGET, FREE_BLOCKS)
-    store = SharedStore(folder / "store")
-    options: dict[str, Any] = {"engine": CROWDED, "save_decode": True}
-    values: Values = {"aborted": [p.abort_after_steps is not None for w in waves for p in w]}
-    values["alone"] = run_replica(Job(steps=one_by_one(quiet)), folder)
-    values["first"] = run_replica(store.job(*steps, **options), folder)
-    damage(store, quiet, SEED)
-    for mode in MODES:
-        copy = store.copy(folder / mode)
-        values[mode] = run_replica(copy.job(*steps, load_mode=mode, **options), folder)
-    return values
-
-
-@pytest.mark.parametrize("name", ["first", *MODES])
-def test_in_a_mixture_every_prompt_gets_its_tokens_and_every_block_is_free_in_the_end(
-    name: str,
-) -> None:
-    run: Result = mixture()[name]
-    alone: Result = mixture()["alone"]
-    for aborted, found, expected in zip(
-        mixture()["aborted"], run.tokens, alone.tokens, strict=True
-    ):
+def check_mixture(run: Result, alone: Result, prompts: list[Prompt]) -> None:
+    for prompt, found, expected in zip(prompts, run.tokens, alone.tokens, strict=True):
+        aborted = prompt.abort_after_steps is not None
         assert found == (expected[: len(found)] if aborted else expected)
     reasons = {output.finish_reason for outputs in run.outputs for output in outputs}
     assert reasons == {"length", "abort"}
@@ -311,9 +246,28 @@ def test_in_a_mixture_every_prompt_gets_its_tokens_and_every_block_is_free_in_th
     assert False not in run.answers
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_damage_is_met_and_survived(mode: str) -> None:
-    run: Result = mixture()[mode]
-    for name in ("load_corrupt", "load_ghosts", "load_bytes"):
-        assert run.metrics[f"vllm:objkv_{name}"] > 0
-    assert not [w for w in run.warnings if w.logger.startswith("objkv") and w.level != "WARNING"]
+def test_in_a_mixture_every_prompt_gets_its_tokens_and_every_block_is_free_in_the_end(
+    tmp_path: Path,
+) -> None:
+    """Everything at once: shared prefixes, late arrivals, aborts, preemptions, prefill in pieces,
+    and a store of which a third is damaged."""
+    source = random.Random(SEED)
+    waves = [(*LARGE, *(drawn(source) for _ in range(DRAWN))) for _ in range(WAVES)]
+    prompts = [prompt for wave in waves for prompt in wave]
+    quiet = [prompt.model_copy(update={"abort_after_steps": None}) for prompt in prompts]
+    steps: list[Step] = [FREE_BLOCKS]
+    for wave in waves:
+        steps += (generate(*wave), *FORGOTTEN, FREE_BLOCKS)
+    store = SharedStore(tmp_path / "store")
+    options: dict[str, Any] = {"engine": CROWDED, "save_decode": True}
+    alone = run_replica(Job(steps=one_by_one(quiet)), tmp_path)
+    check_mixture(run_replica(store.job(*steps, **options), tmp_path), alone, prompts)
+    damage(store, quiet, SEED)
+    for mode in MODES:
+        copy = store.copy(tmp_path / mode)
+        run = run_replica(copy.job(*steps, load_mode=mode, **options), tmp_path)
+        check_mixture(run, alone, prompts)
+        for name in ("load_corrupt", "load_ghosts", "load_bytes"):
+            assert run.metrics[f"vllm:objkv_{name}"] > 0
+        ours = [line for line in run.warnings if line.logger.startswith("objkv")]
+        assert {line.level for line in ours} <= {"WARNING"}

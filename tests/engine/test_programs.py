@@ -5,15 +5,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from objkv.ops.gpu_check import GpuCase, GpuCheck
-from tests.engine.harness import VLLM_CACHE
-from tests.engine.scenario import Values, scenario
+from tests.engine.harness import VLLM_CACHE, run_program
 from tests.support.agents import agent_folder
 from tests.support.waiting import wait_until
 
@@ -22,80 +21,55 @@ COMMAND = (sys.executable, "-c", "from objkv.cli.app import main; main()")
 PATIENCE_S = 300
 
 
-def started(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*COMMAND, *arguments],
-        env={**os.environ, **VLLM_CACHE, "XDG_CACHE_HOME": str(folder)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 def ran(folder: Path, *arguments: str) -> Any:
-    process = started(folder, *arguments)
-    out, err = process.communicate(timeout=1_500)
-    assert process.returncode == 0, err
-    return json.loads(out)
+    return json.loads(run_program(*COMMAND, *arguments, folder=folder))
 
 
-@scenario
-def demo(folder: Path) -> Values:
-    report = ran(folder, "demo", "--small", "--json")
-    settings = report["stored"]["settings"]
-    options = ("--bulk-url", settings["OBJKV_BULK_URL"], "--index-url", settings["OBJKV_INDEX_URL"])
-    prompt = folder / "objkv/demo/prompts/document-2-question-2.json"
-    return {
-        "report": report,
-        "listed": ran(folder, "ls", "--json", *options),
-        "matched": ran(folder, "match", "--json", "--tokens", str(prompt), *options),
-    }
-
-
-def test_the_second_replica_is_served_what_the_first_computed() -> None:
-    report = demo()["report"]
+def test_the_demos_second_replica_is_served_what_the_first_computed(tmp_path: Path) -> None:
+    report = ran(tmp_path, "demo", "--small", "--json")
     # Whole chunks of 256 tokens: of a prompt that A was asked too, and of a document alone.
     assert [row["prompt_tokens"] for row in report["rows"]] == [812, 812, 1324, 1324]
     assert [row["served_tokens"] for row in report["rows"]] == [768, 512, 1280, 1024]
     assert report["load_failures"] == 0
     assert all(row["identical"] for row in report["rows"])
     assert report["fine"]
-
-
-def test_what_it_stored_can_be_looked_at_afterwards() -> None:
-    listed = [found["payloads"] for found in demo()["listed"]["namespaces"]]
-    assert listed == [demo()["report"]["stored"]["chunks"]]
-    assert demo()["matched"]["usable_tokens"] == 1280
+    # What it stored can be looked at afterwards.
+    settings = report["stored"]["settings"]
+    options = ("--bulk-url", settings["OBJKV_BULK_URL"], "--index-url", settings["OBJKV_INDEX_URL"])
+    listed = ran(tmp_path, "ls", "--json", *options)["namespaces"]
+    assert [found["payloads"] for found in listed] == [report["stored"]["chunks"]]
+    prompt = tmp_path / "cache/objkv/demo/prompts/document-2-question-2.json"
+    matched = ran(tmp_path, "match", "--json", "--tokens", str(prompt), *options)
+    assert matched["usable_tokens"] == 1280
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupting_it_leaves_no_replica_behind(tmp_path: Path, number: signal.Signals) -> None:
-    process = started(tmp_path, "demo", "--small")
     models = tmp_path / "objkv/demo/models"
-    try:
-        deadline = time.monotonic() + PATIENCE_S
-        while not (replicas := _running(models)):
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        process.send_signal(number)
-        process.communicate(timeout=PATIENCE_S)
-    finally:
-        process.kill()
-    assert process.returncode == 128 + number
-    # One that was just being started is ended by the system, which takes its moment.
-    wait_until(lambda: not _running(models), f"{replicas} to end", bound_s=PATIENCE_S)
-
-
-def _running(models: Path) -> list[str]:
-    found = []
-    for cmdline in Path("/proc").glob("[0-9]*/cmdline"):
+    with subprocess.Popen(
+        [*COMMAND, "demo", "--small"],
+        env={**os.environ, **VLLM_CACHE, "XDG_CACHE_HOME": str(tmp_path)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as process:
         try:
+            wait_until(lambda: process.poll() is not None or _running(models), PATIENCE_S)
+            assert process.poll() is None
+            process.send_signal(number)
+            assert process.wait(PATIENCE_S) == 128 + number
+        finally:
+            process.kill()
+    # One that was just being started is ended by the system, which takes its moment.
+    wait_until(lambda: not _running(models), PATIENCE_S)
+
+
+def _running(models: Path) -> bool:
+    """Whether a process was told of these models."""
+    for cmdline in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it ended meanwhile
             if os.fsencode(models) in cmdline.read_bytes():
-                found.append(cmdline.parent.name)
-        except OSError:  # it ended meanwhile
-            continue
-    return found
+                return True
+    return False
 
 
 def test_in_gpu_check_loaded_documents_give_the_answers_of_a_replica_alone(

@@ -1,6 +1,5 @@
 """Two OpenAI-compatible servers, one Valkey, one folder: sharing, a trace, an orderly end."""
 
-import itertools
 import re
 from contextlib import closing
 from pathlib import Path
@@ -13,9 +12,7 @@ from objkv.keys.prefix import PromptExtras, prefix_hashes
 from tests.engine.collector import Collector, collecting
 from tests.engine.endings import DRAIN_S, objkv_errors
 from tests.engine.harness import run_replica
-from tests.engine.job import Generate, Job, Prompt
-from tests.engine.prompts import prompt_of
-from tests.engine.scenario import Values, scenario
+from tests.engine.job import Job, Prompt, generate, prompt_of
 from tests.engine.servers import PATIENT, Answer, Server
 from tests.support.agents import AgentProcess
 from tests.support.servers.redis import RedisServer, valkey_server
@@ -75,63 +72,6 @@ def wait_until_indexed(valkey: RedisServer, server: Server, prompt: Prompt) -> N
     wait_until(lambda: chunks_indexed(valkey, server, prompt) == all_chunks, "the prompt's records")
 
 
-@scenario
-def a_load_and_an_end(folder: Path) -> Values:
-    alone = run_replica(Job(steps=tuple(Generate(prompts=(p,)) for p in (SHARED, LAST))), folder)
-    answers: dict[str, Answer] = {}
-    numbers = itertools.count()
-    with valkey_server(folder / "valkey") as valkey, collecting() as collector:
-        places = {
-            "OBJKV_BULK_URL": f"file://{folder}/chunks",
-            "OBJKV_INDEX_URL": f"{valkey.url}/0",
-        }
-        traced = (
-            SETTINGS | places | traced_at(collector),
-            ("--otlp-traces-endpoint", collector.url),
-        )
-        with (
-            Replica(folder / "one", SETTINGS | places) as one,
-            Replica(folder / "two", *traced) as two,
-        ):
-            for server in (one, two):
-                server.wait_until_ready()
-
-            answers["one shared"] = one.complete(SHARED)
-            wait_until_indexed(valkey, one, SHARED)
-            answers["two shared"] = two.complete(SHARED, traceparent=f"00-{TRACE}-{ABOVE}-01")
-            for server in (one, two):  # numbers of threads are told with the next step
-                server.complete(probe(next(numbers)))
-            metrics = two.metrics()
-            spans = spans_of_the_load(collector)
-
-            with valkey.client() as client:
-                client.client_pause(PAUSE_MS, all=False)  # writing waits, so no save is through
-                answers["one last"] = one.complete(LAST)
-                early = chunks_indexed(valkey, one, LAST)
-                one.tell_to_end()
-                client.client_unpause()
-            ends = [one.wait_for_end()]
-            wait_until_indexed(valkey, one, LAST)
-            answers["two last"] = two.complete(LAST)
-            two.tell_to_end()
-            ends.append(two.wait_for_end())
-            logs = [one.log, two.log]
-            left = {"processes": one.processes() + two.processes()}
-            with valkey.client() as client:
-                left["leases"] = [key.decode() for key in client.keys("objkv:l:*")]
-    return {
-        "alone": alone,
-        "tokens": {name: list(answer.tokens) for name, answer in answers.items()},
-        "cached": {name: answer.cached_tokens for name, answer in answers.items()},
-        "metrics": metrics,
-        "spans": spans,
-        "early": early,
-        "ends": ends,
-        "left": left,
-        "logs": logs,
-    }
-
-
 def traced_at(collector: Collector) -> dict[str, str]:
     return {
         "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": collector.url,
@@ -140,29 +80,49 @@ def traced_at(collector: Collector) -> dict[str, str]:
     }
 
 
-def spans_of_the_load(collector: Collector) -> list[dict[str, object]]:
-    """All of the request whose trace is known, once its load's are there."""
+def test_servers_share_answer_as_vllm_alone_trace_their_loads_and_save_as_they_end(
+    folder: Path,
+) -> None:
+    job = Job(steps=(generate(SHARED), generate(LAST)))
+    shared, last = run_replica(job, folder).tokens
+    with valkey_server(folder / "valkey") as valkey, collecting() as collector:
+        bulk = {"OBJKV_BULK_URL": f"file://{folder}/chunks", "OBJKV_INDEX_URL": f"{valkey.url}/0"}
+        settings, to_collector = SETTINGS | bulk, ("--otlp-traces-endpoint", collector.url)
+        with (
+            Replica(folder / "one", settings) as one,
+            Replica(folder / "two", settings | traced_at(collector), to_collector) as two,
+        ):
+            for server in (one, two):
+                server.wait_until_ready()
+            assert one.complete(SHARED) == Answer(shared, cached_tokens=0)
+            wait_until_indexed(valkey, one, SHARED)
+            trace = f"00-{TRACE}-{ABOVE}-01"
+            assert two.complete(SHARED, traceparent=trace) == Answer(shared, cached_tokens=LOADED)
+            for number, server in enumerate((one, two)):
+                server.complete(probe(number))  # numbers of threads are told with the next step
+            check_metrics(two.metrics())
+            check_spans(collector)
 
-    def are_there() -> bool:
-        names = {span["name"] for span in collector.spans() if span["trace"] == TRACE}
-        return names >= {"llm_request", "objkv.lookup", "objkv.load"}
+            with valkey.client() as client:
+                client.client_pause(PAUSE_MS, all=False)  # writing waits, so no save is through
+                assert one.complete(LAST) == Answer(last, cached_tokens=0)
+                assert chunks_indexed(valkey, one, LAST) == 0
+                one.tell_to_end()
+                client.client_unpause()
+            assert not one.wait_for_end()  # 0, or None where vLLM hung
+            wait_until_indexed(valkey, one, LAST)
+            assert two.complete(LAST) == Answer(last, cached_tokens=LOADED)
+            two.tell_to_end()
+            assert not two.wait_for_end()
+            for server in (one, two):
+                assert objkv_errors(server.log) == []
+                assert server.processes() == []
+            with valkey.client() as client:
+                assert client.keys("objkv:l:*") == [], "no lease is left"
 
-    wait_until(are_there, "the spans of the load", bound_s=TRACES_S)
-    return [span for span in collector.spans() if span["trace"] == TRACE]
 
-
-def test_every_answer_has_the_tokens_of_vllm_alone() -> None:
-    run = a_load_and_an_end()
-    for name, tokens in zip(("shared", "last"), run["alone"].tokens, strict=True):
-        assert run["tokens"][f"one {name}"] == list(tokens), name
-        assert run["tokens"][f"two {name}"] == list(tokens), name
-
-
-def test_the_second_server_answers_a_shared_prompt_from_objkv() -> None:
-    run = a_load_and_an_end()
-    assert run["cached"]["one shared"] == 0
-    assert run["cached"]["two shared"] == LOADED
-    metrics = run["metrics"]
+def check_metrics(metrics: dict[str, float]) -> None:
+    """Of the server that loaded the shared prompt."""
     assert metrics["vllm:external_prefix_cache_hits_total"] == LOADED
     assert metrics["vllm:objkv_loads_total"] == 1
     assert metrics["vllm:objkv_hit_hot_tokens_total"] == LOADED
@@ -174,30 +134,26 @@ def test_the_second_server_answers_a_shared_prompt_from_objkv() -> None:
     assert metrics["vllm:objkv_load_bytes_total"] > 0
 
 
-def test_the_trace_that_came_with_a_request_has_its_lookup_and_its_load() -> None:
-    spans = a_load_and_an_end()["spans"]
-    by_name = {name: [s for s in spans if s["name"] == name] for name in {s["name"] for s in spans}}
-    (lookup,), (load,) = by_name["objkv.lookup"], by_name["objkv.load"]
+def check_spans(collector: Collector) -> None:
+    """The trace that came with the request has its lookup and its load."""
+
+    def names() -> list[str]:
+        return [span["name"] for span in collector.spans() if span["trace"] == TRACE]
+
+    wanted = {"llm_request", "objkv.lookup", "objkv.load"}
+    wait_until(lambda: wanted <= set(names()), "the spans of the load", bound_s=TRACES_S)
+    spans = [span for span in collector.spans() if span["trace"] == TRACE]
+    assert not [span for span in spans if span["failed"]]
+    assert [names().count(name) for name in wanted] == [1, 1, 1]
+    lookup, load, vllm = (
+        next(span for span in spans if span["name"] == name)
+        for name in ("objkv.lookup", "objkv.load", "llm_request")
+    )
     assert lookup["parent"] == load["parent"] == ABOVE
     assert lookup["attributes"]["objkv.chunks_found"] == LOADED // CHUNK
     assert load["attributes"]["objkv.chunks"] == LOADED // CHUNK
     assert load["attributes"]["objkv.bytes"] > 0
-    assert not [span for span in spans if span["failed"]]
     # vLLM calls the request the same in its own span.
-    ids = {s["attributes"]["gen_ai.request.id"] for s in (lookup, load)}
+    ids = {span["attributes"]["gen_ai.request.id"] for span in (lookup, load)}
     assert len(ids) == 1
-    (vllm,) = by_name["llm_request"]
     assert ids.pop().startswith(vllm["attributes"]["gen_ai.request.id"])
-
-
-def test_servers_that_are_told_to_end_save_what_they_have_and_leave_nothing() -> None:
-    run = a_load_and_an_end()
-    assert run["early"] == 0
-    assert (run["cached"]["one last"], run["cached"]["two last"]) == (0, LOADED)
-    assert not any(run["ends"])  # 0, or None where vLLM hung
-    assert run["left"] == {"processes": [], "leases": []}
-
-
-def test_nothing_that_objkv_logged_is_an_error() -> None:
-    for log in a_load_and_an_end()["logs"]:
-        assert objkv_errors(log) == []

@@ -6,7 +6,6 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from objkv.ops.warm.prompts import read_prompts
 from objkv.ops.warm.run import known_identities
 from objkv.telemetry import NullRecorder
 from tests.engine import model
-from tests.engine.scenario import Values, scenario
 from tests.engine.servers import PATIENT, Server
 
 pytestmark = pytest.mark.slow
@@ -86,36 +84,35 @@ def write_prompts(file: Path, *, groups: int = GROUPS, seed: int = 1) -> int:
     return groups * (SHARED + OWN * PROMPTS)
 
 
-def warm(folder: Path, settings: dict[str, str], *arguments: str) -> "subprocess.Popen[bytes]":
+def warm(folder: Path, settings: dict[str, str], *arguments: str) -> Any:
+    """Run ``objkv warm``; what it reports."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("OBJKV_")}
-    return subprocess.Popen(
+    done = subprocess.run(
         [str(OBJKV), "warm", *arguments, "--json"],
         env=own | settings | {"XDG_CACHE_HOME": str(folder / "home"), "VLLM_HOST_IP": "127.0.0.1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
+        timeout=900,
     )
+    assert done.returncode == 0, done.stderr.decode()
+    return json.loads(done.stdout)
 
 
-def told(process: "subprocess.Popen[bytes]") -> Values:
-    out, err = process.communicate(timeout=900)
-    report = json.loads(out) if out else {}
-    return {"code": process.returncode, "report": report, "stderr": err.decode()}
-
-
-def usable(settings: dict[str, str], file: Path, tokenizer: Path) -> list[list[int]]:
-    """Of each prompt: tokens that would be served, and that it has, as ``match`` finds."""
-    local, found = LocalTokenizer(tokenizer), []
+def stored(settings: dict[str, str], file: Path, tokenizer: Path) -> int:
+    """The number of prompts, all chunks of all of which would be served, as ``match`` finds."""
+    local, found = LocalTokenizer(tokenizer), 0
     with open_backends(load_config(environ=settings), NullRecorder()) as backends:
         [identity] = known_identities(backends.bulk).values()
         for prompt in read_prompts([str(file)]):
             extras = PromptExtras(salt=prompt.salt)
             report = match_prompt(backends.index, identity, local.tokenize(prompt), extras)
-            found.append([report.usable_tokens, report.prompt_tokens])
+            assert report.usable_tokens == report.prompt_tokens // CHUNK * CHUNK
+            found += 1
     return found
 
 
-@scenario
-def two_servers(folder: Path) -> Values:
+def test_servers_and_one_of_its_own_compute_and_save_each_prompt_where_servers_look(
+    folder: Path,
+) -> None:
     tiny, file = model_with_tokenizer(folder), folder / "prompts.jsonl"
     chunks = write_prompts(file)
     settings = settings_in(folder)
@@ -127,57 +124,26 @@ def two_servers(folder: Path) -> Values:
             server.wait_until_ready()
         ends = [word for server in (one, two) for word in ("--endpoint", server.url)]
         given = (str(file), *ends, "--concurrency", "1")
-        runs = {"first": told(warm(folder, settings, *given))}
-        found = usable(settings, file, tiny)
-        runs["check"] = told(warm(folder, settings, *given, "--check"))
+        report = warm(folder, settings, *given)
+        assert stored(settings, file, tiny) == GROUPS * PROMPTS
+        check = warm(folder, settings, *given, "--check")
         saved = [server.metrics()["vllm:objkv_saves_accepted_total"] for server in (one, two)]
-    return {"chunks": chunks, "runs": runs, "found": found, "saved": saved}
+    assert report["complete"]
+    assert report["warmed"] == GROUPS * PROMPTS
+    assert not any(endpoint["errors"] for endpoint in report["endpoints"])
+    assert min(saved) > 1  # more than the probe
+    assert sum(saved) <= chunks + len(saved)
+    assert (check["mode"], check["stored_before"]) == ("check", GROUPS * PROMPTS)
 
-
-@scenario
-def a_server_of_its_own(folder: Path) -> Values:
-    tiny, file = model_with_tokenizer(folder), folder / "prompts.jsonl"
     write_prompts(file, groups=2, seed=2)
-    settings = settings_in(folder)
+    settings = settings_in(folder / "own")
     arguments = {
         "dtype": "float32", "max_model_len": "2048",
         "block_size": "32", "kv_cache_memory_bytes": str(256 << 20), "seed": "0",
     }  # fmt: skip
     words = [f"--engine-arg={name}={value}" for name, value in arguments.items()]
-    words.append("--engine-arg=enforce_eager")
-    run = told(warm(folder, settings, str(file), "--model", str(tiny), *words))
-    return {"run": run, "found": usable(settings, file, tiny)}
-
-
-def whole(found: Sequence[Sequence[int]]) -> bool:
-    """Whether all chunks of all prompts would be served."""
-    return all(served == tokens // CHUNK * CHUNK for served, tokens in found)
-
-
-def test_each_prompt_is_computed_by_one_of_the_servers_and_all_of_it_is_stored() -> None:
-    run = two_servers()
-    report = run["runs"]["first"]["report"]
-    assert run["runs"]["first"]["code"] == 0
-    assert report["complete"]
-    assert report["warmed"] == GROUPS * PROMPTS
-    assert not any(endpoint["errors"] for endpoint in report["endpoints"])
-    assert len(run["found"]) == GROUPS * PROMPTS
-    assert whole(run["found"])
-    assert all(saved > 1 for saved in run["saved"])  # more than the probe
-    assert sum(run["saved"]) <= run["chunks"] + len(run["saved"])
-
-
-def test_a_check_finds_stored_what_the_servers_tokenize() -> None:
-    check = two_servers()["runs"]["check"]
-    assert check["code"] == 0
-    assert check["report"]["mode"] == "check"
-    assert check["report"]["stored_before"] == GROUPS * PROMPTS
-
-
-def test_a_server_of_its_own_saves_where_the_servers_look() -> None:
-    run = a_server_of_its_own()
-    report = run["run"]["report"]
-    assert (run["run"]["code"], report["mode"]) == (0, "model")
-    assert report["warmed"] == 2 * PROMPTS
-    assert report["namespace"] == two_servers()["runs"]["first"]["report"]["namespace"]
-    assert whole(run["found"])
+    words += ["--engine-arg=enforce_eager", "--model", str(tiny)]
+    own = warm(folder, settings, str(file), *words)
+    assert (own["mode"], own["warmed"]) == ("model", 2 * PROMPTS)
+    assert own["namespace"] == report["namespace"]
+    assert stored(settings, file, tiny) == 2 * PROMPTS

@@ -14,47 +14,44 @@ import pytest
 
 from objkv.codec.payload import read_header
 from objkv.keys.prefix import PromptExtras, prefix_hashes
-from tests.engine import model
-from tests.engine.fleet import CHUNK, NUMBERS_TOLD, SAVED, SharedStore
+from tests.engine import model, pages, speculation
+from tests.engine.fleet import CHUNK, NUMBERS_TOLD, RESET, SAVED, SETTLED, SharedStore
 from tests.engine.harness import run_replica
-from tests.engine.job import Call, Generate, Job, Prompt, ResetPrefixCache, Result, Settle, Step
-from tests.engine.pages import ASKED, HEAD_PAGES, LOADED_PAGES
-from tests.engine.ranks import on_ranks
-from tests.engine.table import Row, Side, rows
+from tests.engine.job import Job, Prompt, Result, Step, call, generate
+from tests.engine.table import Cached, Row, Side, rows
 
 pytestmark = pytest.mark.slow
 ROWS = rows()
 LATENT_BLOCK = 16
 """What vLLM's backend for latents makes of the wish for 32."""
-WATCH = Call(function="tests.engine.pages:watch_pages")
-WATCHED = Call(function="tests.engine.pages:request_pages")
-ACCEPTED = Call(function="tests.engine.speculation:accepted")
 
 
 def job_of(row: Row, side: Side, store: SharedStore, prompts: Sequence[Prompt]) -> Job:
     """Each prompt alone in its steps, and nothing is found in the replica's own cache. After each
     a look at what can be loaded of it."""
     loaded, steps = cached_of(row), list[Step]()
+    looks = {"cached": pages.cached_pages, "heads": pages.cached_heads}
     if row.look == "request":
-        steps.append(WATCH)
+        steps.append(call(pages.watch_pages))
     for prompt in prompts:
-        steps.append(Generate(prompts=(prompt,)))
-        if row.look in ("cached", "heads") and loaded.get(prompt):
-            arguments = {"prompts": [prompt.tokens[: loaded[prompt] + 1]]}
-            function = HEAD_PAGES if row.look == "heads" else LOADED_PAGES
-            steps.append(Call(function=function, arguments=arguments))
-        steps += (*(() if side.connect else (SAVED,)), Settle(), ResetPrefixCache())
-    steps += (*((WATCHED,) if row.look == "request" else ()), NUMBERS_TOLD, ACCEPTED)
+        steps.append(generate(prompt))
+        if row.look in looks and loaded.get(prompt):
+            steps.append(call(looks[row.look], prompts=[prompt.tokens[: loaded[prompt] + 1]]))
+        steps += (*(() if side.connect else (SAVED,)), SETTLED, RESET)
+    if row.look == "request":
+        steps.append(call(pages.request_pages))
+    steps += (NUMBERS_TOLD, call(speculation.accepted))
     settings = {
         name: value.format(folder=store.folder.parent) if isinstance(value, str) else value
         for name, value in side.settings.items()
     }
     engine = row.engine() | side.engine
-    job = store.job(*steps, role=side.role, engine=engine, also=side.also, **settings)
+    shape = {"ranks": side.ranks, "stages": side.stages}
+    job = store.job(*steps, kv_role=side.kv_role, engine=engine, **shape, **settings)
     changed: dict[str, Any] = {"model": row.model}
     if side.connect is not None:
         changed["connector"] = side.connect(store)
-    return on_ranks(job.model_copy(update=changed), side.ranks, side.stages)
+    return job.model_copy(update=changed)
 
 
 @functools.cache
@@ -62,19 +59,25 @@ def alone(name: str) -> tuple[int, dict[Prompt, tuple[int, ...]]]:
     """vLLM without objkv: the tokens of a block, and what it generates for each of B's prompts."""
     row = ROWS[name]
     model.make_adapters()
-    steps: list[Step] = [Call(function=ASKED)]
-    for prompt in row.asked:
-        steps += (Generate(prompts=(prompt,)), Settle(), ResetPrefixCache())
+    steps = [step for prompt in row.asked for step in (generate(prompt), SETTLED, RESET)]
     with tempfile.TemporaryDirectory() as folder:
-        job = Job(steps=tuple(steps), model=row.model, engine=row.engine() | row.b.engine)
+        job = Job(
+            steps=(call(pages.block_tokens), *steps),
+            model=row.model,
+            engine=row.engine() | row.b.engine,
+        )
         run = run_replica(job, Path(folder))
     return run.answers[0], dict(zip(row.asked, run.tokens, strict=True))
 
 
 def cached_of(row: Row) -> dict[Prompt, int]:
     """How many tokens of each prompt B loads; those of the last time where it asks twice."""
-    cached = row.cached if isinstance(row.cached, tuple) else row.cached(alone(row.name)[0])
-    return dict(zip(row.asked, cached, strict=True))
+    return dict(zip(row.asked, expected_of(row), strict=True))
+
+
+def expected_of(row: Row) -> Cached:
+    """How many tokens B loads each time it is asked."""
+    return row.cached if isinstance(row.cached, tuple) else row.cached(alone(row.name)[0])
 
 
 @contextmanager
@@ -100,7 +103,7 @@ def test_b_loads_what_a_saved(name: str) -> None:
         assert row.adds is None or len(store.payloads()) == payloads + row.adds
         assert len(store.namespaces()) == row.namespaces
     assert a.cached[0] == 0
-    cached = row.cached if isinstance(row.cached, tuple) else tuple(cached_of(row).values())
+    cached = expected_of(row)
     assert tuple(b.cached[: len(cached)]) == cached
     check_tokens(row, b, row.asked, b.cached)
     if row.a.engine == row.b.engine:
@@ -169,13 +172,8 @@ def check_tokens(
 
 def pages_of(row: Row, run: Result, prompts: Sequence[Prompt]) -> dict[Prompt, Any]:
     cached = cached_of(row)
-    found = [
-        pages
-        for answer in run.answers
-        if isinstance(answer, list)
-        for pages in answer
-        if isinstance(pages, dict)
-    ]
+    lists = [answer for answer in run.answers if isinstance(answer, list)]
+    found = [held for answer in lists for held in answer if isinstance(held, dict)]
     return dict(zip([p for p in prompts if cached.get(p)], found, strict=True))
 
 

@@ -8,23 +8,20 @@ are evidence of equal encoder outputs.
 The functions at the end are for ``Call`` steps: they run in the replica and take its ``llm``.
 """
 
-import hashlib
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from tests.engine import fleet, model
-from tests.engine.job import Call, Job
+from tests.engine.fleet import SharedStore
+from tests.engine.job import Call, Job, Step, call
 
 EMBEDS, WIDTH = 4, 256
 """Of an image's output, float32."""
-_MODELS = Path(__file__).resolve().parents[2] / ".cache" / "models"
 _SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
 _IMAGE_TOKENS = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
 _WORDS = 1000
 _PIXELS = 64
-CONNECTOR = "ObjKVECConnector"
 PATIENT = {
     "lookup_deadline_ms": 150_000,
     "save_deadline_ms": 600_000,
@@ -41,10 +38,7 @@ ENGINE: dict[str, Any] = {
 
 
 def make() -> Path:
-    """Make the model unless it is there; of many makers at once, each sees a whole one."""
-    recipe = Path(__file__).read_bytes() + version("transformers").encode()
-    target = _MODELS / f"idefics3-{hashlib.sha256(recipe).hexdigest()[:12]}"
-    return model.make_once(target, _save)
+    return model.make_once(model.place("idefics3", __file__), _save)
 
 
 def _save(target: Path) -> None:
@@ -108,16 +102,8 @@ def _save(target: Path) -> None:
     processor.save_pretrained(target)
 
 
-def extra(store: Path, **settings: Any) -> dict[str, Any]:
-    places = {
-        "bulk_url": f"file://{store / 'chunks'}",
-        "index_url": f"sqlite://{store / 'index.sqlite'}",
-    }
-    return places | PATIENT | settings
-
-
 def job(
-    *steps: Call,
+    *steps: Step,
     transfer: dict[str, Any] | None = None,
     kv: dict[str, Any] | None = None,
     **more: Any,
@@ -130,18 +116,15 @@ def job(
     return Job(steps=steps, connector=kv, engine=engine, **more)
 
 
-def encoder(store: Path, role: str = "ec_both", **settings: Any) -> dict[str, Any]:
-    return {
-        "ec_connector": CONNECTOR,
-        "ec_role": role,
-        "ec_connector_extra_config": extra(store, **settings),
-    }
+def encoder(store: SharedStore) -> dict[str, Any]:
+    """``ec_transfer_config`` on the store."""
+    transfer = {"ec_connector": "ObjKVECConnector", "ec_role": "ec_both"}
+    return transfer | {"ec_connector_extra_config": store.places | PATIENT}
 
 
 def see(*prompts: Sequence[int], head: int = 12, tail: int = 1) -> Call:
     """Prompts by the seeds of their images, one after the other; see ``look_at``."""
-    arguments = {"prompts": [list(p) for p in prompts], "head": head, "tail": tail}
-    return Call(function="tests.engine.vision_model:look_at", arguments=arguments)
+    return call(look_at, prompts=[list(seeds) for seeds in prompts], head=head, tail=tail)
 
 
 def look_at(llm: Any, prompts: list[list[int]], head: int, tail: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the tests of examples share: where they are, a model, and the engines' patience."""
+"""What the tests of examples share: a model."""
 
 import importlib.util
 from pathlib import Path
@@ -7,16 +7,6 @@ import pytest
 
 from tests.examples import tiny
 from tests.support.needs import need
-
-HERE = Path(__file__).parent
-TIMEOUT_S = 3_600
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give the tests of this folder more time than others: some start engines."""
-    for item in items:
-        if HERE in item.path.parents:
-            item.add_marker(pytest.mark.timeout(TIMEOUT_S))
 
 
 @pytest.fixture(scope="session")

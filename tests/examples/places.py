@@ -78,6 +78,12 @@ def container(name: str) -> dict[str, Any]:
     return answer
 
 
+def unit_settings(unit: Path) -> dict[str, str]:
+    """Of systemd."""
+    lines = (line for line in unit.read_text().splitlines() if "=" in line)
+    return dict(line.split("=", 1) for line in lines if not line.startswith("#"))
+
+
 def need_program(found: Path | str | None, install: str) -> str:
     """A program that was found, or not: then the test is skipped, and in CI it fails."""
     need(None if found and Path(found).exists() else install)

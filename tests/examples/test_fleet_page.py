@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from objkv.agent.client import is_listening
-from tests.examples.places import EXAMPLES, ROOT
+from tests.examples.places import EXAMPLES, ROOT, unit_settings
 from tests.support.agents import agent_folder
 from tests.support.servers.quick_s3 import quick_s3_process
 from tests.support.servers.redis import RedisServer, valkey_server
@@ -24,8 +24,7 @@ SETTINGS = ". /etc/objkv/settings.env\n"
 
 
 def started(unit: str) -> str:
-    text = (EXAMPLES / "systemd" / f"objkv-{unit}.service").read_text()
-    lines = dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
+    lines = unit_settings(EXAMPLES / "systemd" / f"objkv-{unit}.service")
     program, words = lines["ExecStart"].split(" ", 1)
     assert program == "/opt/objkv/bin/objkv"
     return f"set -a\n{SETTINGS}. {lines['EnvironmentFile']}\nexec objkv {words}"

@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tomllib
@@ -12,15 +11,13 @@ from pathlib import Path
 import pytest
 
 from objkv.config import Config, load_config
-from tests.engine.harness import VLLM_CACHE
+from tests.engine.harness import run_program
 from tests.engine.model import make_adapter
 from tests.examples.places import EXAMPLES, need_program
-from tests.support.agents import agent_folder
 from tests.support.servers.ports import free_port
 
 CHUNK = 256
 ENGINE = ("--enforce-eager", "--dtype", "float32", "--block-size", "32", "--max-model-len", "4096")
-BOUND_S = 1_200
 LISTENS = """\
 #!{python}
 import http.server, json, os, sys
@@ -101,42 +98,6 @@ def test_the_settings_file_is_one() -> None:
         assert getattr(config, setting) == value
 
 
-def run(folder: Path, *command: str, **variables: str) -> str:
-    """Run an example as a user does, from another folder, with nothing of objkv configured."""
-    settings = ("OBJKV_", "VLLM_", "AWS_", "PYTHONHASHSEED")
-    own = {name: value for name, value in os.environ.items() if not name.startswith(settings)}
-    told = VLLM_CACHE | {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "XDG_CACHE_HOME": str(folder / "cache"),
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_HOST_IP": "127.0.0.1",
-        # What a busy machine measures must not decide what is loaded.
-        "OBJKV_ADMISSION": "always",
-    }
-    with agent_folder() as sockets:
-        process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env=own | told | variables | {"XDG_RUNTIME_DIR": str(sockets)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            out, errors = process.communicate(timeout=BOUND_S)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    logs = "".join(log.read_text(errors="replace")[-3000:] for log in folder.glob("*.log"))
-    assert process.returncode == 0, errors[-3000:] + logs
-    print(out, logs, sep="\n")  # pytest shows them if the test fails
-    return out
-
-
 def shares(out: str) -> list[tuple[int, int]]:
     return [(int(a), int(b)) for a, b in re.findall(r"(\d+) of (\d+)", out)]
 
@@ -146,7 +107,8 @@ def test_two_replicas_and_their_tenants(model: Path, tmp_path: Path) -> None:
     """First each is asked about a document, then by tenants, and a router finds what is stored."""
     from transformers import AutoTokenizer
 
-    adapters = [make_adapter(tmp_path / name, seed=n) for n, name in enumerate(("acme", "zenith"))]
+    for seed, name in enumerate(("acme", "zenith")):
+        make_adapter(tmp_path / name, seed=seed)
     document = " ".join(f"Shelf {shelf} holds {shelf * 7 % 90} boxes." for shelf in range(300))
     tokens = AutoTokenizer.from_pretrained(model)(f"{document}\n\nAnother question?")["input_ids"]
     pair = ports(2)
@@ -156,13 +118,15 @@ def test_two_replicas_and_their_tenants(model: Path, tmp_path: Path) -> None:
         f"python {EXAMPLES}/lora-tenants/ask.py {' '.join(urls)} --adapters acme zenith",
         f"python {EXAMPLES}/match/match.py {' '.join(map(str, tokens))}",
     ]
-    out = run(
-        tmp_path,
+    out = run_program(
         *(str(EXAMPLES / "two-replicas" / "run.sh"), str(model), *ENGINE),
         *("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--lora-modules"),
-        *(f"{adapter.name}={adapter}" for adapter in adapters),
+        *(f"{name}={tmp_path / name}" for name in ("acme", "zenith")),
         *("--", "bash", "-ec", "\n".join(asks)),
+        folder=tmp_path,
         PORTS=pair,
+        VLLM_CPU_KVCACHE_SPACE="1",
+        OBJKV_ADMISSION="always",  # what a busy machine measures must not decide what is loaded
     )
     *told, (found, asked) = shares(out)
     assert len(told) == 2 + 8

@@ -6,7 +6,6 @@ The weights are those of the engine tests, so wrong KV produces wrong tokens. Th
 trained on sentences like those of the examples, so their prompts are a few thousand tokens long.
 """
 
-import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -23,15 +22,11 @@ _CHAT = (
 
 
 def make() -> Path:
-    """Make the model unless it is there; of many makers at once, each sees a whole one."""
-    weights = model.make("llama")
-    recipe = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
-    target = weights.with_name(f"{weights.name}-{recipe}-text")
-    return model.make_once(target, lambda folder: _save(weights, folder))
+    return model.make_once(model.place("text", __file__, model.__file__), _save)
 
 
-def _save(weights: Path, folder: Path) -> None:
-    shutil.copytree(weights, folder)
+def _save(folder: Path) -> None:
+    shutil.copytree(model.make("llama"), folder)
     config = json.loads((folder / "config.json").read_text())
     config["max_position_embeddings"] = _POSITIONS
     (folder / "config.json").write_text(json.dumps(config))

@@ -18,7 +18,7 @@ from objkv.config import load_config
 from objkv.index.sqlite.index import SqliteIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.telemetry import NullRecorder
-from tests.faults.places import BODIES, Place, Servers, Undo
+from tests.faults.places import BODIES, Fault, Place, Servers
 from tests.support.agents import AgentProcess
 from tests.support.samples import CHUNK, NAMESPACE, save
 from tests.support.servers.process import freeze, has_ended
@@ -167,11 +167,12 @@ class AgentPlace(Place):
         if self.agent.process.poll() is not None:
             self._renew()
 
-    def _agent_killed(self) -> Undo:
+    def _agent_killed(self) -> Fault:
         self.agent.kill()
-        return self._revive
+        yield
+        self._revive()
 
-    def _agent_killed_busy(self) -> Undo:
+    def _agent_killed_busy(self) -> Fault:
         """It dies when it asks S3 for a payload, or puts one."""
         agent, is_killed = self.agent, Event()
 
@@ -180,89 +181,67 @@ class AgentPlace(Place):
             agent.kill()
 
         self.servers.spoil_s3.spoil(Spoil("hook", BODIES, hook=kill))
+        yield
+        self.servers.spoil_s3.mend()
+        if is_killed.is_set():  # ``poll`` knows nothing while the proxy's thread waits for it
+            agent.process.wait(PATIENCE_S)
+        self._revive()
 
-        def undo() -> None:
-            self.servers.spoil_s3.mend()
-            if is_killed.is_set():  # ``poll`` knows nothing while the server's thread waits for it
-                agent.process.wait(PATIENCE_S)
-            self._revive()
-
-        return undo
-
-    def _agent_frozen(self) -> Undo:
+    def _agent_frozen(self) -> Fault:
         self.agent.freeze()
         self._is_frozen = True
         self.servers.agent_sockets.hurry(FROZEN_S)
+        yield
+        self.servers.agent_sockets.hurry()
+        self.agent.process.send_signal(signal.SIGCONT)
+        self._is_frozen = False
 
-        def undo() -> None:
-            self.servers.agent_sockets.hurry()
-            self.agent.process.send_signal(signal.SIGCONT)
-            self._is_frozen = False
-
-        return undo
-
-    def _agent_unlinked(self) -> Undo:
+    def _agent_unlinked(self) -> Fault:
         """What is connected stays so. After a while the agent has another socket there."""
         away = self._sockets / "away"
         self.agent.path.rename(away)
+        yield
+        with suppress(FileExistsError):  # to replace the agent's new socket would end it
+            os.link(away, self.agent.path)
+        away.unlink()
 
-        def undo() -> None:
-            with suppress(FileExistsError):  # to replace the agent's new socket would end it
-                os.link(away, self.agent.path)
-            away.unlink()
-
-        return undo
-
-    def _agent_full(self) -> Undo:
+    def _agent_full(self) -> Fault:
         """Another client has leases of all that there is room for."""
-        holder = self._client()
-        left = list(self._fillers)
-        while left:
-            part, left = left[:_FILLERS], left[_FILLERS:]
-            leases = _opened(holder, part)
-            states = [_state(holder, one.cell) for one in leases]
-            self._held += len(leases)
-            if CellState.FAILED in states:
-                break
-        assert CellState.FAILED in states, "there is still room"
-
-        def undo() -> None:
-            holder.close()
-            self._held = 0
-
-        return undo
+        with closing(self._client()) as holder:
+            for at in range(0, len(self._fillers), _FILLERS):
+                leases = _opened(holder, self._fillers[at : at + _FILLERS])
+                states = [_state(holder, one.cell) for one in leases]
+                self._held += len(leases)
+                if CellState.FAILED in states:
+                    break
+            assert CellState.FAILED in states, "there is still room"
+            yield
+        self._held = 0
 
     def _client(self) -> AgentConnection:
         return AgentConnection(self.agent.path, wants_arena=True, call_s=PATIENCE_S)
 
-    def _agent_process_killed(self) -> Undo:
+    def _agent_process_killed(self) -> Fault:
         """Each dies when it asks S3 for a payload."""
 
         def kill() -> None:
             for pid in self.agent.fetchers():
                 os.kill(pid, signal.SIGKILL)
 
-        return self._spoil(Spoil("hook", frozenset({"GET"}), hook=kill))
+        return self._spoiled_by(self.servers.spoil_s3, Spoil("hook", frozenset({"GET"}), hook=kill))
 
-    def _agent_process_frozen(self) -> Undo:
+    def _agent_process_frozen(self) -> Fault:
         """It never goes on if it got something to fetch: the agent ends it."""
         frozen = [pid for pid in self.agent.fetchers() if not has_ended(pid)]
         for pid in frozen:
             freeze(pid)
         before = self.numbers()["agent_fetch_process_gets"]
-
-        def undo() -> None:
-            if self.numbers()["agent_fetch_process_gets"] > before:
-                assert wait_for(lambda: all(map(has_ended, frozen)), bound_s=PATIENCE_S)
-            else:
-                for pid in frozen:
-                    os.kill(pid, signal.SIGCONT)
-
-        return undo
-
-    def _spoil(self, rule: Spoil) -> Undo:
-        self.servers.spoil_s3.spoil(rule)
-        return self.servers.spoil_s3.mend
+        yield
+        if self.numbers()["agent_fetch_process_gets"] > before:
+            assert wait_for(lambda: all(map(has_ended, frozen)), bound_s=PATIENCE_S)
+        else:
+            for pid in frozen:
+                os.kill(pid, signal.SIGCONT)
 
 
 def _claim(key: ChunkKey, parent_hash: bytes, number: int) -> Claim:

@@ -23,7 +23,7 @@ from objkv.stores.redis import RedisStore
 from objkv.stores.s3 import bucket as s3_bucket
 from objkv.stores.s3 import client as s3_client
 from objkv.transfer.saver import Saver
-from tests.faults.places import AgentSockets, Calls, Clock, Servers, running_servers
+from tests.faults.places import Clock, Servers, running_servers
 
 _PATIENT_MS = 5_000
 
@@ -32,20 +32,20 @@ _PATIENT_MS = 5_000
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     """Real servers behind proxies that spoil; this process's clients read a clock that can be
     moved, and what they ask SQLite is counted."""
-    clock, files, sockets = Clock(), Calls(), AgentSockets()
-    with pytest.MonkeyPatch.context() as patch:
-        _lead(patch, clock)
-        patch.setattr(SqliteFile, "read", files.counting(SqliteFile.read))
-        patch.setattr(client, "open_socket", sockets.opening(client.open_socket))
+    with (
+        running_servers(tmp_path_factory.mktemp("faults")) as running,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        _lead(patch, running.clock)
+        patch.setattr(SqliteFile, "read", running.files.counting(SqliteFile.read))
+        patch.setattr(client, "open_socket", running.agent_sockets.opening(client.open_socket))
         # A session reads the client's models from files each time, 100 ms of a core.
         session = boto3.session.Session()
         patch.setattr(boto3.session, "Session", lambda **_: session)
         patch.setattr(s3_client, "random", SimpleNamespace(random=lambda: 0.01))
         patch.setattr(backends, "READ_FLOOR_S", 0.5)
         patch.setattr(backends, "CONNECT_FLOOR_S", 0.5)
-        with running_servers(tmp_path_factory.mktemp("faults"), clock) as running:
-            running.files, running.agent_sockets = files, sockets
-            yield running
+        yield running
 
 
 def _lead(patch: pytest.MonkeyPatch, clock: Clock) -> None:

@@ -10,7 +10,7 @@ import sqlite3
 import struct
 import subprocess
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -42,7 +42,9 @@ SKEW_MAX_S = 900.0
 """More, and S3 refuses what was signed."""
 BODIES = frozenset({"GET", "PUT"})
 """Verbs of S3 with a payload."""
-Undo = Callable[[], None]
+Undo = Callable[[], object]
+Fault = Generator[None]
+"""Causes a fault, and undoes it when it goes on."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -142,7 +144,7 @@ class Servers:
     redis: RedisServer
     redis_proxy: SpoilRedis
     folder: Path
-    clock: Clock
+    clock: Clock = field(default_factory=Clock)
     numbers: Iterator[int] = field(default_factory=itertools.count)
     files: Calls = field(default_factory=Calls)
     """What this process asked SQLite."""
@@ -154,7 +156,7 @@ class Servers:
 
 
 @contextmanager
-def running_servers(folder: Path, clock: Clock) -> Iterator[Servers]:
+def running_servers(folder: Path) -> Iterator[Servers]:
     s3 = S3Process()
     try:
         with (
@@ -163,7 +165,7 @@ def running_servers(folder: Path, clock: Clock) -> Iterator[Servers]:
             QuickS3(values=spoil_s3.values) as plain_s3,
             SpoilRedis(("127.0.0.1", server.port)) as redis_proxy,
         ):
-            yield Servers(s3, spoil_s3, plain_s3, server, redis_proxy, folder, clock)
+            yield Servers(s3, spoil_s3, plain_s3, server, redis_proxy, folder)
     finally:
         s3.kill()
 
@@ -248,48 +250,54 @@ class Place:
             return [e.key for e in store.scan("") if e.key.endswith(".safetensors")]
 
     def inject(self, name: str) -> Undo:
-        """Cause the fault of the row ``name``; what undoes it."""
-        world = name.partition("-")[0]
-        if name in _CLOCKS_S:
-            return self._shift(_CLOCKS_S[name])
+        """Cause the fault of the row ``name``; what undoes it, once."""
+        fault = self._fault(name)
+        next(fault)
+        return lambda: next(fault, None)
+
+    def _fault(self, name: str) -> Fault:
         own = getattr(self, f"_{name.replace('-', '_')}", None)
         if own is not None:
-            undo: Undo = own()
-            return undo
-        proxy = self.servers.spoil_s3 if world == "s3" else self.servers.redis_proxy
-        proxy.spoil(*_RULES[name])
-        return proxy.mend
+            return own()  # type: ignore[no-any-return]
+        if name in _CLOCKS_S:
+            return self._shifted(_CLOCKS_S[name])
+        servers = self.servers
+        proxy = servers.spoil_s3 if name.startswith("s3-") else servers.redis_proxy
+        return self._spoiled_by(proxy, *_RULES[name])
 
-    def _s3_killed(self) -> Undo:
+    def _spoiled_by(self, proxy: SpoilS3 | SpoilRedis, *rules: Spoil) -> Fault:
+        proxy.spoil(*rules)
+        yield
+        proxy.mend()
+
+    def _s3_killed(self) -> Fault:
         self.servers.s3.kill()
-        return self.servers.s3.restart
+        yield
+        self.servers.s3.restart()
 
-    def _s3_deleted(self) -> Undo:
+    def _s3_deleted(self) -> Fault:
         with self.bulk() as store:
             for path in self.payloads():
                 store.delete(path)
-        return lambda: None
+        yield
 
-    def _shift(self, seconds: float) -> Undo:
-        clock = self.servers.clock
-        clock.ahead_s = seconds
-        self.servers.spoil_s3.spoil(
-            Spoil("error", when=_is_skewed, error="403 RequestTimeTooSkewed")
-        )
+    def _shifted(self, seconds: float) -> Fault:
+        self.servers.clock.ahead_s = seconds
+        skewed = Spoil("error", when=_is_skewed, error="403 RequestTimeTooSkewed")
+        self.servers.spoil_s3.spoil(skewed)
+        yield
+        self.servers.clock.ahead_s = 0.0
+        self.servers.spoil_s3.mend()
 
-        def undo() -> None:
-            clock.ahead_s = 0.0
-            self.servers.spoil_s3.mend()
-
-        return undo
-
-    def _redis_killed(self) -> Undo:
+    def _redis_killed(self) -> Fault:
         self.servers.redis.kill()
-        return self.servers.redis.restart
+        yield
+        self.servers.redis.restart()
 
-    def _redis_stalled(self) -> Undo:
+    def _redis_stalled(self) -> Fault:
         self.servers.redis.pause()
-        return self.servers.redis.resume
+        yield
+        self.servers.redis.resume()
 
     def prepare(self, name: str) -> None:
         """What has to be there before the healthy part of a verb's test: for a fail-over a replica
@@ -308,7 +316,7 @@ class Place:
             client.replicaof("127.0.0.1", "1")
             at_primary.delete("before")
 
-    def _redis_failover(self) -> Undo:
+    def _redis_failover(self) -> Fault:
         """The primary dies, the replica takes its place, and clients are led to it, as by a name or
         a virtual address."""
         replica = self.extra[-1]
@@ -317,51 +325,43 @@ class Place:
             client.replicaof("NO", "ONE")
             assert client.exists("before")
         self.servers.redis_proxy.target = ("127.0.0.1", replica.port)
-        return lambda: None
+        yield
 
-    def _redis_evicting(self) -> Undo:
-        return self._redis_limit("allkeys-lru")
-
-    def _redis_full(self) -> Undo:
-        return self._redis_limit("noeviction")
-
-    def _redis_limit(self, policy: str) -> Undo:
+    def _redis_evicting(self) -> Fault:
         with closing(self.servers.redis.client()) as client:
-            client.config_set("maxmemory-policy", policy)
+            client.config_set("maxmemory-policy", "allkeys-lru")
             client.config_set("maxmemory", 1)
-            if policy != "noeviction":
-                wait_until(lambda: not client.dbsize(), "the eviction")
-                used = int(client.info("memory")["used_memory"])
-                client.config_set("maxmemory", used + SPARE_BYTES)
+            wait_until(lambda: not client.dbsize(), "the eviction")
+            used = int(client.info("memory")["used_memory"])
+            client.config_set("maxmemory", used + SPARE_BYTES)
+            yield
+            client.config_set("maxmemory", 0)
 
-        def undo() -> None:
-            with closing(self.servers.redis.client()) as client:
-                client.config_set("maxmemory", 0)
+    def _redis_full(self) -> Fault:
+        with closing(self.servers.redis.client()) as client:
+            client.config_set("maxmemory-policy", "noeviction")
+            client.config_set("maxmemory", 1)
+            yield
+            client.config_set("maxmemory", 0)
 
-        return undo
-
-    def _redis_readonly(self) -> Undo:
+    def _redis_readonly(self) -> Fault:
         with closing(self.servers.redis.client()) as client:
             client.config_set("replica-read-only", "yes")
             client.replicaof("127.0.0.1", "1")
+            yield
+            client.replicaof("NO", "ONE")
 
-        def undo() -> None:
-            with closing(self.servers.redis.client()) as client:
-                client.replicaof("NO", "ONE")
-
-        return undo
-
-    def _redis_wiped(self) -> Undo:
+    def _redis_wiped(self) -> Fault:
         with closing(self.servers.redis.client()) as client:
             client.flushall()
-        return lambda: None
+        yield
 
-    def _sqlite_removed(self) -> Undo:
+    def _sqlite_removed(self) -> Fault:
         for suffix in ("", "-wal", "-shm"):
             Path(f"{self.index_file}{suffix}").unlink(missing_ok=True)
-        return lambda: None
+        yield
 
-    def _sqlite_corrupt(self) -> Undo:
+    def _sqlite_corrupt(self) -> Fault:
         """Each in one go: saves may be under way, and what finds no file makes one. What is put
         back is a copy, which nobody has open."""
         kept, other = (self.index_file.with_suffix(f".{name}") for name in ("kept", "other"))
@@ -374,17 +374,16 @@ class Place:
         other.replace(self.index_file)
         for suffix in ("-wal", "-shm"):
             Path(f"{self.index_file}{suffix}").unlink(missing_ok=True)
-        return lambda: kept.replace(self.index_file) and None
+        yield
+        kept.replace(self.index_file)
 
-    def _sqlite_locked(self) -> Undo:
-        holder = sqlite3.connect(self.index_file, isolation_level=None, check_same_thread=False)
-        holder.execute("BEGIN EXCLUSIVE")
-
-        def undo() -> None:
+    def _sqlite_locked(self) -> Fault:
+        with closing(
+            sqlite3.connect(self.index_file, isolation_level=None, check_same_thread=False)
+        ) as holder:
+            holder.execute("BEGIN EXCLUSIVE")
+            yield
             holder.rollback()
-            holder.close()
-
-        return undo
 
     def small_disk(self) -> None:
         """Make the place a file system of its own, so small that it can be filled."""
@@ -392,19 +391,22 @@ class Place:
         done = subprocess.run([_program("mount"), *options], capture_output=True)
         self.is_mounted = done.returncode == 0
 
-    def _disk_full(self) -> Undo:
+    def _disk_full(self) -> Fault:
         """A disk that is full. Who may mount none gets files that cannot grow: the error is another
         then (EFBIG), and as much of one that only an operator can act on."""
         if not self.is_mounted:
             limits = resource.getrlimit(resource.RLIMIT_FSIZE)
             resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
-            return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            yield
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            return
         filler = self.folder / "filler"
         with filler.open("wb", buffering=0) as file, suppress(OSError):
             for _ in range(2 * DISK_BYTES // 1024):
                 file.write(bytes(1024))
         assert filler.stat().st_size < DISK_BYTES
-        return filler.unlink
+        yield
+        filler.unlink()
 
 
 def _program(name: str) -> str:
@@ -423,10 +425,6 @@ def _is_skewed(head: bytes) -> bool:
     return abs(signed.timestamp() - time.time()) > SKEW_MAX_S
 
 
-def _error(error: str) -> tuple[Spoil, ...]:
-    return (Spoil("error", error=error),)
-
-
 _CLOCKS_S = {
     "s3-clock-ahead": 5 * HOUR_S,
     "s3-clock-behind": -5 * HOUR_S,
@@ -441,16 +439,16 @@ _RULES: dict[str, tuple[Spoil, ...]] = {
     "s3-lag": (Spoil("lag"),),
     "s3-truncated": (Spoil("truncate", BODIES),),
     "s3-flipped": (Spoil("flip", BODIES),),
-    "s3-500": _error("500 InternalError"),
-    "s3-503": _error("503 SlowDown"),
-    "s3-403": _error("403 AccessDenied"),
-    "s3-404": _error("404 NoSuchKey"),
+    "s3-500": (Spoil("error", error="500 InternalError"),),
+    "s3-503": (Spoil("error", error="503 SlowDown"),),
+    "s3-403": (Spoil("error", error="403 AccessDenied"),),
+    "s3-404": (Spoil("error", error="404 NoSuchKey"),),
     "s3-another": (Spoil("another", frozenset({"GET"})),),
-    "s3-expired": _error("403 ExpiredToken"),
+    "s3-expired": (Spoil("error", error="403 ExpiredToken"),),
     "redis-reset": (Spoil("reset"),),
     "redis-lag": (Spoil("lag", lag_s=0.02),),
     "redis-truncated": (Spoil("truncate"),),
     "redis-flipped": (Spoil("flip"),),
-    "redis-loading": _error("LOADING Redis is loading the dataset in memory"),
+    "redis-loading": (Spoil("error", error="LOADING Redis is loading the dataset in memory"),),
     "redis-another": (Spoil("another"),),
 }

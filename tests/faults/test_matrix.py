@@ -16,9 +16,12 @@ from unittest.mock import patch
 
 import pytest
 
+from objkv.agent.http.metrics import TOTALS
 from objkv.assembly import agent, backends
 from objkv.cache.switch import SWITCH_PATH
+from objkv.connector.counters import COUNTERS
 from objkv.net.breaker import BreakerLimits
+from tests.faults import table
 from tests.faults.agents import LARGE_ARENA_BYTES, AgentPlace
 from tests.faults.columns import COLUMNS, Column
 from tests.faults.places import Place, Servers
@@ -485,3 +488,25 @@ def test_a_fault_is_a_miss_for_the_other_connectors(
             replica.close()
         place.close()
     assert found == (row.lookup.outcome == row.load.outcome == "hit")
+
+
+def test_the_page_is_as_it_would_be_written() -> None:
+    assert table.page() == table.PAGE.read_text(), "run python -m tests.faults.table"
+
+
+SILENT = """
+s3-flipped:save redis-flipped:lookup redis-failover:lookup redis-evicting:lookup redis-wiped:lookup
+sqlite-removed:lookup sqlite-clock-ahead:lookup sqlite-clock-behind:save model-revision:lookup
+agent-killed-busy:save
+"""
+
+
+def test_a_loss_that_is_not_counted_is_one_that_nobody_can_notice() -> None:
+    cells = {f"{row.name}:{verb}": row.cell(verb) for row in ROWS for verb in VERBS}
+    lost = {name: cell for name, cell in cells.items() if cell.outcome in ("miss", "drop")}
+    assert {name for name, cell in lost.items() if not cell.counted} == set(SILENT.split())
+
+
+def test_every_fault_is_counted_by_a_metric_that_operators_can_see() -> None:
+    counted = {row.cell(verb).counted for row in ROWS for verb in VERBS} - {""}
+    assert counted <= set(COUNTERS) | {f"agent_{name}" for name in TOTALS}

@@ -1,6 +1,7 @@
 """Targets: the messages between a node agent and its clients, and a server that receives them."""
 
 import atexit
+import functools
 import os
 import socket
 import tempfile
@@ -189,7 +190,6 @@ class _Agent:
         os.pwrite(self.outbox.fd, b"".join(PARTS), 0)
         self.threads, self.descriptors = self._counted()
         self.fetching = threads_of(self.node.core)
-        atexit.register(self.close)
 
     def close(self) -> None:
         self.node.close()
@@ -273,13 +273,11 @@ def _await(condition: Callable[[], bool], what: str) -> None:
         time.sleep(1e-3)
 
 
-_agents: list[_Agent] = []
+_the_agent = functools.cache(_Agent)
 
 
 def _check_server(messages: list[bytes]) -> str:
-    if not _agents:
-        _agents.append(_Agent())
-    return _agents[0].talk(messages)
+    return _the_agent().talk(messages)
 
 
 class _Liar:
@@ -318,25 +316,21 @@ class _Liar:
                     sock.send(answer)
 
 
-_liars: list[_Liar] = []
+_the_liar = functools.cache(_Liar)
 
 
+@atexit.register
 def close_agents() -> None:
-    for agent in _agents:
-        atexit.unregister(agent.close)
-        agent.close()
-    for liar in _liars:
-        liar.close()
-    _agents.clear()
-    _liars.clear()
+    for made in (_the_agent, _the_liar):
+        if made.cache_info().currsize:
+            made().close()
+            made.cache_clear()
 
 
 @outcome((TransferError, StoreUnavailable))
 def _check_client(answer: bytes) -> str | None:
     """A client understands an answer, or the connection is lost; never another exception."""
-    if not _liars:
-        _liars.append(_Liar())
-    liar = _liars[0]
+    liar = _the_liar()
     liar.answers = [answer or b"\xff"] * 3
     kind, scope = answer[:1], LookupScope(NAMESPACE, FIELDS[:1])
     liar.board.discard(HASHES[0])

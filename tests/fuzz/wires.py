@@ -65,12 +65,8 @@ class Wire:
         return taken
 
     def recv(self, nbytes: int) -> bytes:
-        if not self._pieces:
-            return b""
-        piece = self._pieces.pop(0)
-        if len(piece) > nbytes:
-            self._pieces.insert(0, piece[nbytes:])
-        return piece[:nbytes]
+        buffer = bytearray(nbytes)
+        return bytes(buffer[: self.recv_into(memoryview(buffer))])
 
 
 ANSWERS = [

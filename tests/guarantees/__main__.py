@@ -2,13 +2,12 @@
 
     python -m tests.guarantees [--jobs 2] [--only WORD] [--stale]
 
-Every ``*.toml`` beside this file lists guarantees:
+Every ``*.toml`` beside this file lists guarantees, each called as the file that its edit changes:
 
-    [[guarantee]]
+    [["objkv/codec/payload.py"]]
     says = "A payload with a wrong checksum is a miss."
-    file = "objkv/codec/payload.py"
     find = "text that occurs once in the file"
-    replace = "what breaks the guarantee"
+    replace = "what breaks the guarantee, nothing if that is left out"
     tests = "tests/codec/test_payload.py -k checksum"
 """
 
@@ -36,14 +35,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 # What tests read; the rest of a checkout is large.
 COPIED = (
-    "objkv",
-    "tests",
-    "benchmarks",
-    "scripts",
-    "examples",
-    "docs",
-    "pyproject.toml",
-    "Makefile",
+    *("objkv", "tests", "benchmarks", "scripts", "examples", "docs"),
+    *("pyproject.toml", "Makefile"),
 )
 LIMIT_S = 120
 
@@ -56,8 +49,8 @@ class Guarantee:
     says: str
     file: str
     find: str
-    replace: str
     tests: str
+    replace: str = ""
 
     def breaks(self, root: Path) -> str:
         """The text of the file with the edit.
@@ -72,11 +65,12 @@ class Guarantee:
 
 
 def guarantees() -> list[Guarantee]:
-    """All of them, in the order of the files."""
+    """All of them."""
     return [
-        Guarantee(area=path.stem, **entry)
+        Guarantee(area=path.stem, file=file, **entry)
         for path in sorted(HERE.glob("*.toml"))
-        for entry in tomllib.loads(path.read_text())["guarantee"]
+        for file, entries in tomllib.loads(path.read_text()).items()
+        for entry in entries
     ]
 
 

@@ -29,14 +29,18 @@ print("ANSWERS", json.dumps(found))
 """
 
 
+def told(name: str, case: str) -> Geometry | str:
+    return geometry(answers(name)["0.32"][case], models()[name].cases()[case])
+
+
 @pytest.mark.slow
 def test_a_refusal_names_a_fix() -> None:
     for model in models().values():
         for version, found in answers(model.name).items():
             for case, answer in found.items():
-                told = geometry(answer, model.cases()[case])
-                if isinstance(told, str) and not told.startswith("vLLM: "):
-                    assert ": run it without the objkv connector, or " in told, (version, told)
+                said = geometry(answer, model.cases()[case])
+                if isinstance(said, str) and not said.startswith("vLLM: "):
+                    assert ": run it without the objkv connector, or " in said, (version, said)
 
 
 @pytest.mark.slow
@@ -56,8 +60,7 @@ def test_the_installed_vllm_answers_as_recorded() -> None:
 
 
 def test_heads_of_a_draft_are_divided_among_ranks_though_its_target_has_latents() -> None:
-    model = models()["kimi-k2"]
-    found = geometry(answers("kimi-k2")["0.32"]["eagle3"], model.cases()["eagle3"])
+    found = told("kimi-k2", "eagle3")
     assert isinstance(found, Geometry)
     shares = [[found.topology(group).held(rank) for rank in range(8)] for group in (0, 1)]
     assert {str(share.shard) for share in shares[0] if share} == {"L0-61_H0-1"}
@@ -69,9 +72,8 @@ def test_heads_of_a_draft_are_divided_among_ranks_though_its_target_has_latents(
 
 @pytest.mark.parametrize("name", models())
 def test_layers_have_the_caches_that_vllm_gives_them(name: str) -> None:
-    model = models()[name]
-    found = geometry(answers(name)["0.32"]["plain"], model.cases()["plain"])
-    mine = read_layers(model.folder).layers
+    found = told(name, "plain")
+    mine = read_layers(HERE / name).layers
     if isinstance(found, str) or any(group.page for group in found.groups):
         assert any(layer.kind in ("cross", "indexed", "compressed") for layer in mine)
         return
@@ -93,9 +95,8 @@ def test_layers_have_the_caches_that_vllm_gives_them(name: str) -> None:
 
 @pytest.mark.parametrize("name", models())
 def test_the_verdict_is_the_connectors(name: str) -> None:
-    model = models()[name]
-    found = geometry(answers(name)["0.32"]["plain"], model.cases()["plain"])
-    verdict = judge(model.folder)
+    found = told(name, "plain")
+    verdict = judge(HERE / name)
     if isinstance(found, Geometry):
         assert (verdict.refused, verdict.use) == (None, "connector")
     else:
@@ -116,9 +117,8 @@ def test_float32_weights_have_a_sentence_and_are_computed_with_in_two_bytes(tmp_
 
 @pytest.mark.parametrize("name", models())
 def test_a_chunk_has_the_bytes_of_its_layers(name: str) -> None:
-    model = models()[name]
-    found = geometry(answers(name)["0.32"]["plain"], model.cases()["plain"])
-    verdict = judge(model.folder)
+    found = told(name, "plain")
+    verdict = judge(HERE / name)
     if isinstance(found, Geometry) and all(group.kind == "full" for group in found.groups):
         cells = sum(len(group.layers) * group.heads * group.content for group in found.groups)
         assert verdict.token_bytes == 2 * cells

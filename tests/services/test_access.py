@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -129,46 +130,48 @@ def test_commands_for_payloads_are_left_out_where_none_is_kept(server: Place) ->
         server.work(server.granted(role, hot_save_bytes_max=0), role)
 
 
+WRITES: tuple[Callable[[RedisIndex], object], ...] = (
+    lambda index: index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S),
+    lambda index: index.touch(NAMESPACE, [HASH], ttl_s=LONG_S),
+    lambda index: index.forget(NAMESPACE, HASH, FIELD, shard()),
+    lambda index: index.lease("x", "me", ttl_ms=60_000),
+    lambda index: index.release("x", "me"),
+    lambda index: index.pin(NAMESPACE, HASH, until_s=2**33, ttl_s=LONG_S),
+    lambda index: index.drop(NAMESPACE, HASH),
+    lambda index: index.set_usage(Usage(NAMESPACE, 1, 1, 1)),
+)
+HOT_WRITES: tuple[Callable[[Any], object], ...] = (
+    lambda hot: hot.put(PATH, b"x"),
+    lambda hot: hot.put_if_absent("k", b"x"),
+    lambda hot: hot.delete(PATH),
+)
+
+
 def raw(config: Config) -> RedisIndex:
     """The index alone, so that the server's own reply is visible."""
     return RedisIndex(connect_redis(config), prefix=config.redis_prefix)
 
 
 def refused(config: Config, *calls: Callable[[RedisIndex], object]) -> None:
-    index = raw(config)
-    try:
+    with closing(raw(config)) as index:
         for call in calls:
             with pytest.raises(StoreDenied, match="the ACL"):
                 call(index)
-    finally:
-        index.close()
+
+
+def hot_refused(config: Config, *calls: Callable[[Any], object]) -> None:
+    for call in calls:
+        with open_backends(config, NullRecorder()) as ends:
+            assert ends.hot is not None
+            with pytest.raises(StoreDenied, match="ACL"):
+                call(ends.hot)
 
 
 def test_a_reader_can_write_nothing_though_it_tries(server: Place) -> None:
     server.prepare()
     config = server.granted("reader").model_copy(update={"role": "writer"})
-    refused(
-        config,
-        lambda index: index.check(),
-        lambda index: index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S),
-        lambda index: index.touch(NAMESPACE, [HASH], ttl_s=LONG_S),
-        lambda index: index.forget(NAMESPACE, HASH, FIELD, shard()),
-        lambda index: index.lease("x", "me", ttl_ms=60_000),
-        lambda index: index.release("x", "me"),
-        lambda index: index.pin(NAMESPACE, HASH, until_s=2**33, ttl_s=LONG_S),
-        lambda index: index.drop(NAMESPACE, HASH),
-        lambda index: index.set_usage(Usage(NAMESPACE, 1, 1, 1)),
-        lambda index: index.namespaces(),
-    )
-    for write in (
-        lambda hot: hot.put("k", b"x"),
-        lambda hot: hot.put_if_absent("k", b"x"),
-        lambda hot: hot.delete(PATH),
-    ):
-        with open_backends(config, NullRecorder()) as ends:
-            assert ends.hot is not None
-            with pytest.raises(StoreDenied, match="ACL"):
-                write(ends.hot)
+    refused(config, *WRITES, lambda index: index.check(), lambda index: index.namespaces())
+    hot_refused(config, *HOT_WRITES)
     with open_backends(server.settings(redis_prefix="objkv-a"), NullRecorder()) as ends:
         assert ends.hot is not None
         assert ends.hot.head(PATH) is not None
@@ -188,25 +191,15 @@ def test_no_role_of_a_tenant_reads_or_writes_anothers(server: Place, role: Role)
     theirs = mine.model_copy(update={"redis_prefix": "objkv-b"})
     refused(
         theirs,
+        *WRITES,
         lambda index: index.lookup(NAMESPACE, [HASH]),
         lambda index: index.find(NAMESPACE, [HASH], [FIELD]),
         lambda index: index.usage(),
-        lambda index: index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S),
-        lambda index: index.touch(NAMESPACE, [HASH], ttl_s=LONG_S),
-        lambda index: index.lease("x", "me", ttl_ms=60_000),
-        lambda index: index.drop(NAMESPACE, HASH),
-        lambda index: index.set_usage(Usage(NAMESPACE, 1, 1, 1)),
     )
-    for call in (lambda hot: hot.get(PATH), lambda hot: hot.put(PATH, b"x")):
-        with open_backends(theirs, NullRecorder()) as ends:
-            assert ends.hot is not None
-            with pytest.raises(StoreDenied, match="ACL"):
-                call(ends.hot)
-    index = raw(mine)
-    assert index.lookup(NAMESPACE, [HASH]) == [None]
-    if role == "sweeper":
-        assert index.namespaces() == []
-    index.close()
+    hot_refused(theirs, *HOT_WRITES, lambda hot: hot.get(PATH))
+    with closing(raw(mine)) as index:
+        assert index.lookup(NAMESPACE, [HASH]) == [None]
+        assert role != "sweeper" or index.namespaces() == []
 
 
 @pytest.mark.parametrize("role", ROLES)

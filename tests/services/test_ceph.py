@@ -38,18 +38,6 @@ PATH = KEY.path()
 PASSWORD = "hunter2"
 
 
-@pytest.fixture(scope="module")
-def access(s3_server: S3Server) -> Iterator[S3Access]:
-    access = open_s3_access(s3_config(s3_server))
-    yield access
-    access.close()
-
-
-@pytest.fixture(scope="module")
-def client(access: S3Access) -> Any:
-    return access.client
-
-
 class TestS3StoreOnCeph(StoreContract):
     """This server checks signatures, also those of a prefix with characters that are escaped."""
 
@@ -61,35 +49,6 @@ class TestS3StoreOnCeph(StoreContract):
         store = store_of(access, bucket=BUCKET, prefix=prefix, **ranges)
         yield store
         store.close()
-
-
-@pytest.fixture(scope="module")
-def users(s3_server: S3Server) -> CephUsers:
-    return CephUsers(s3_server)
-
-
-CALLS: list[Callable[[S3Store, str], object]] = [
-    lambda store, key: store.get(key),
-    lambda store, key: store.get(key, 0, 4),
-    lambda store, key: store.head(key),
-]
-
-
-def test_who_may_get_but_not_list_is_refused_what_is_missing(
-    s3_server: S3Server, users: CephUsers, client: Any
-) -> None:
-    """S3 answers 403 then, as after rights were revoked."""
-    places = [f"arn:aws:s3:::{BUCKET}", f"arn:aws:s3:::{BUCKET}/*"]
-    allowed = {"Effect": "Allow", "Action": "s3:GetObject", "Resource": places}
-    users.add("unlisted", {"Version": "2012-10-17", "Statement": [allowed]})
-    client.put_object(Bucket=BUCKET, Key="unlisted/there", Body=b"abcd")
-    keys = {"s3_access_key_id": "unlisted-key", "s3_secret_access_key": "unlisted-secret"}
-    store = store_of(open_s3_access(s3_config(s3_server, **keys)), bucket=BUCKET, prefix="unlisted")
-    for call in CALLS:
-        assert call(store, "there") is not None
-        with pytest.raises(StoreDenied, match="lack a permission"):
-            call(store, "missing")
-    store.close()
 
 
 class Fleet:
@@ -123,9 +82,6 @@ class Fleet:
         mine = self.settings["writer"]
         names = ("bulk_url", "index_url", "redis_prefix")
         return open_backends(self.config(**{name: mine[name] for name in names}), NullRecorder())
-
-    def opened(self, role: Role) -> Backends:
-        return open_backends(self.config(**self.settings[role]), NullRecorder())
 
     def environment(self, role: Role) -> dict[str, str]:
         config = self.config(**self.settings[role])
@@ -173,6 +129,28 @@ def fleet(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iter
 def test_each_role_does_its_work_with_the_policy_that_is_printed(fleet: Fleet, role: Role) -> None:
     fleet.empty() if role == "writer" else fleet.fill()
     WORK[role](fleet.config(**fleet.settings[role]))
+
+
+def test_who_may_get_but_not_list_is_refused_what_is_missing(
+    s3_server: S3Server, fleet: Fleet
+) -> None:
+    """S3 answers 403 then, as after rights were revoked."""
+    places = [f"arn:aws:s3:::{BUCKET}", f"arn:aws:s3:::{BUCKET}/*"]
+    allowed = {"Effect": "Allow", "Action": "s3:GetObject", "Resource": places}
+    policy = {"Version": "2012-10-17", "Statement": [allowed]}
+    names = ("s3_access_key_id", "s3_secret_access_key")
+    keys = dict(zip(names, CephUsers(s3_server).add("unlisted", policy), strict=True))
+    fleet.access(None).client.put_object(Bucket=BUCKET, Key="unlisted/there", Body=b"abcd")
+    store = store_of(open_s3_access(s3_config(s3_server, **keys)), bucket=BUCKET, prefix="unlisted")
+    for call in (
+        lambda key: store.get(key),
+        lambda key: store.get(key, 0, 4),
+        lambda key: store.head(key),
+    ):
+        assert call("there") is not None
+        with pytest.raises(StoreDenied, match="lack a permission"):
+            call("missing")
+    store.close()
 
 
 def refused(store: S3Store, *calls: Callable[[S3Store], object]) -> None:
@@ -318,23 +296,22 @@ def test_every_command_works_or_names_the_role_that_it_needs(
 
 
 @pytest.fixture
-def rules(s3_server: S3Server) -> Iterator[Callable[[int], None]]:
+def rules(fleet: Fleet) -> Iterator[Callable[[int], None]]:
     """Sets the bucket's lifecycle rule; it is removed at the end."""
-    client = open_s3_access(s3_config(s3_server)).client
+    client = fleet.access(None).client
+
+    def rule(name: str, days: int, *, status: str = "Enabled", prefix: str = "") -> dict[str, Any]:
+        expiration = {"Filter": {"Prefix": prefix}, "Expiration": {"Days": days}}
+        return {"ID": name, "Status": status} | expiration
 
     def expire(days: int) -> None:
-        elsewhere = {"ID": "x", "Status": "Enabled", "Filter": {"Prefix": "other/"}}
-        off = {"ID": "off", "Status": "Disabled", "Filter": {"Prefix": ""}}
-        ours = {"ID": "ours", "Status": "Enabled", "Filter": {"Prefix": ""}}
-        every = [elsewhere | {"Expiration": {"Days": 1}}, off | {"Expiration": {"Days": 2}}]
-        every += [ours | {"Expiration": {"Days": days}}]
+        every = [rule("x", 1, prefix="other/"), rule("off", 2, status="Disabled")]
         client.put_bucket_lifecycle_configuration(
-            Bucket=BUCKET, LifecycleConfiguration={"Rules": every}
+            Bucket=BUCKET, LifecycleConfiguration={"Rules": [*every, rule("ours", days)]}
         )
 
     yield expire
     client.delete_bucket_lifecycle(Bucket=BUCKET)
-    client.close()
 
 
 def test_lifecycle_rules_and_missing_payloads_are_seen_with_a_sweepers_rights(

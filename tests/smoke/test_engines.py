@@ -1,6 +1,5 @@
 """Two real replicas share a prefix through a node agent; two ranks share theirs with one."""
 
-import importlib.util
 import os
 import socket
 import sys
@@ -8,28 +7,15 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.engine.fleet import CHUNK, SAVED, SharedStore
+from tests.engine.fleet import CHUNK, NOWHERE, SAVED, SETTLED, SharedStore
 from tests.engine.harness import run_replica
-from tests.engine.job import Call, Generate, Job, Settle
-from tests.engine.prompts import prompt_of
-from tests.engine.ranks import on_ranks
+from tests.engine.job import Job, call, generate, prompt_of
 from tests.support.agents import AgentProcess
 from tests.support.servers.process import has_ended
 
-pytestmark = [
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(
-        importlib.util.find_spec("vllm") is None and not os.environ.get("CI"),
-        reason="vLLM is not installed",
-    ),
-]
 PROMPTS = (prompt_of(300, max_tokens=4), prompt_of(600, seed=1, max_tokens=4))
 LOADED = [256, 512]
-ASK = (Generate(prompts=PROMPTS), Settle())
-LOOK = Call(function="tests.smoke.test_engines:contents")
-NOWHERE = {"bulk_url": "file:///nowhere/chunks", "index_url": "sqlite:///nowhere/index"}
+ASK = (generate(*PROMPTS), SETTLED)
 
 
 def contents(_llm: Any) -> dict[str, list[str]]:
@@ -52,14 +38,10 @@ def contents(_llm: Any) -> dict[str, list[str]]:
 def test_two_replicas_share_a_prefix_through_an_agent(tmp_path: Path) -> None:
     """Their processes talk to nothing but the agent."""
     store = SharedStore(tmp_path / "store")
-    settings = {
-        "bulk_url": f"file://{store.bulk}",
-        "index_url": f"sqlite://{store.index_file}",
-        "agent_memory_bytes": "64MiB",
-    }
-    alone = run_replica(Job(steps=(*ASK, LOOK)), tmp_path)
-    with AgentProcess(settings) as agent:
-        job = store.job(*ASK, SAVED, LOOK, agent=agent.url, **NOWHERE)
+    look = call(contents)
+    alone = run_replica(Job(steps=(*ASK, look)), tmp_path)
+    with AgentProcess(store.places | {"agent_memory_bytes": "64MiB"}) as agent:
+        job = store.job(*ASK, SAVED, look, agent=agent.url, **NOWHERE)
         first, second = (run_replica(job, tmp_path) for _ in range(2))
         counted = agent.end()
     assert has_ended(agent.process.pid)
@@ -75,7 +57,7 @@ def test_two_replicas_share_a_prefix_through_an_agent(tmp_path: Path) -> None:
 
 def test_one_rank_loads_what_two_saved(tmp_path: Path) -> None:
     store = SharedStore(tmp_path / "store")
-    two = run_replica(on_ranks(store.job(*ASK, SAVED), 2), tmp_path)
+    two = run_replica(store.job(*ASK, SAVED, ranks=2), tmp_path)
     one = run_replica(store.job(*ASK), tmp_path)
     assert (two.cached, one.cached) == ([0, 0], LOADED)
     assert one.tokens == two.tokens

@@ -33,7 +33,7 @@ from objkv.config import Config
 from objkv.connector.tier.manager import ObjKVTier
 from tests.connector.encoder.engine import engine
 from tests.support.served import ServedAgent
-from tests.support.servers.redis import wait_until
+from tests.support.waiting import wait_until
 from tests.support.waiting import PATIENCE_S
 
 ROW_BYTES = 8192
