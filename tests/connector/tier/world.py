@@ -33,8 +33,7 @@ from objkv.config import Config
 from objkv.connector.tier.manager import ObjKVTier
 from tests.connector.encoder.engine import engine
 from tests.support.served import ServedAgent
-from tests.support.waiting import wait_until
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, wait_until
 
 ROW_BYTES = 8192
 ROWS = 8
