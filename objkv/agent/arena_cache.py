@@ -82,11 +82,12 @@ class ArenaCache:
         arena: Arena,
         recorder: Recorder,
         changed: Callable[[bytes], object] = lambda prefix_hash: None,
+        came_due: Callable[[], object] = lambda: None,
         disk: Disk | None = None,
     ) -> None:
-        """``changed``, ``disk``: see ``HeldBackPayloads``."""
+        """``changed``, ``came_due``, ``disk``: see ``HeldBackPayloads``."""
         self._arena, self._recorder = arena, recorder
-        self.held_back = HeldBackPayloads(recorder, changed, disk)
+        self.held_back = HeldBackPayloads(recorder, changed, came_due, disk)
         """Those that no store has yet."""
         self._extents = Extents(BOARD_BYTES, arena.nbytes)
         self._pages = PagesAhead(arena)

@@ -253,12 +253,14 @@ class Core:
         *,
         disk: Disk | None = None,
         changed: Callable[[bytes], object] = lambda prefix_hash: None,
+        came_due: Callable[[], object] = lambda: None,
     ) -> None:
         """The core closes ``disk``, and neither ``cache`` nor ``arena``. ``changed``: called for a
-        chunk after a lookup of it has another outcome. It may not wait."""
+        chunk after a lookup of it has another outcome. ``came_due``: called after payloads that
+        were held back are to be saved. Neither may wait."""
         self.found = FoundRecords()
         self._answers_changed = changed
-        self.arena_cache = ArenaCache(arena, recorder, self.record_changed, disk)
+        self.arena_cache = ArenaCache(arena, recorder, self.record_changed, came_due, disk)
         self.spill: Spill | None = None
         if disk is not None:
             readers = max(1, limits.threads - max(1, limits.threads // 4))
@@ -291,8 +293,8 @@ class Core:
         """Take a lease of each payload, and fetch those that are not resident within
         ``deadline_s``. ``client`` is woken at each progress. The caller releases each lease.
 
-        A claim that differs from that of a payload here is a miss. A READY one is rejected, which
-        may wait for the index; that of another its own fetch shows.
+        A claim that differs from that of a payload here is a miss. If that is READY it is rejected,
+        which may wait for the index; if not, its own fetch shows what it is.
         """
         if self._draining:
             return [MissReason.CLOSED] * len(wanted)

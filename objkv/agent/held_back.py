@@ -79,13 +79,15 @@ class HeldBackPayloads:
         self,
         recorder: Recorder,
         changed: Callable[[bytes], object] = lambda prefix_hash: None,
+        came_due: Callable[[], object] = lambda: None,
         disk: Disk | None = None,
+        *,
+        clock: Callable[[], float] = monotonic,
     ) -> None:
-        """``changed``: called after a chunk's payload came or went. ``disk``: where payloads go."""
-        self._recorder, self._disk, self._changed = recorder, disk, changed
-        self._clock: Callable[[], float] = monotonic
-        self.came_due: Callable[[], object] = lambda: None
-        """Called after some became due; who saves them sets it. It may not wait."""
+        """``changed``: called after a chunk's payload came or went. ``came_due``: called after some
+        became due. Neither may wait. ``disk``: it may have payloads that left the arena."""
+        self._recorder, self._disk, self._clock = recorder, disk, clock
+        self._changed, self._came_due = changed, came_due
         self._lock = Lock()
         self._by_path: dict[str, _Held] = {}
         self._by_chunk: dict[str, dict[bytes, dict[str, _Held]]] = {}
@@ -147,7 +149,7 @@ class HeldBackPayloads:
             is_due = seen is not None and seen.is_due
         if due:
             self._recorder.count("agent_unsaved_due", len(due))
-            self.came_due()
+            self._came_due()
         return is_due
 
     def put(self, path: str) -> bool:
@@ -199,6 +201,8 @@ class HeldBackPayloads:
 
     def dropped(self, path: str) -> None:
         """The payload is lost."""
+        if path not in self._by_path:  # without the lock: most payloads are not held back
+            return
         if (one := self._end(path)) is not None and not one.is_leased:
             self._recorder.count("agent_unsaved_dropped")
             self._recorder.count("agent_unsaved_dropped_bytes", one.nbytes)
@@ -247,8 +251,6 @@ class HeldBackPayloads:
         return Record(prefix_hash, claim.parent_hash, claim.token_start, claim.token_end, shards)
 
     def _end(self, path: str) -> _Held | None:
-        if path not in self._by_path:
-            return None
         with self._lock:
             one = self._remove(path)
         if one is not None:

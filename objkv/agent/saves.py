@@ -106,12 +106,13 @@ class Joins:
         admit: Callable[[SaveRequest, int], CommitStatus | None],
         recorder: Recorder,
         deadline_s: float,
+        clock: Callable[[], float] = monotonic,
     ) -> None:
         """``admit``: decides once for each join whether a payload of some length is wanted: returns
         None if it is, and has begun its save in ``in_flight``, or else what to answer."""
         self._arena_cache, self._in_flight, self._recorder = arena_cache, in_flight, recorder
-        self._admit, self._deadline_s = admit, deadline_s
-        self._clock: Callable[[], float] = monotonic
+        self._admit = admit
+        self._deadline_s, self._clock = deadline_s, clock
         self._lock = Lock()
         self._known: dict[Name, _OpenJoin] = {}
         """Oldest first."""
@@ -342,7 +343,6 @@ class NodeSaves:
             core.arena_cache, cache.in_flight, self._admit, recorder, limits.deadline_s
         )
         self._held = core.arena_cache.held_back
-        self._held.came_due = self.wake
 
     def commit(self, outbox: ClientOutbox, commit: Commit, replica: bytes = b"") -> CommitStatus:
         """Take a copy of an uncompressed, unsealed payload, and save it; of a part, once all are

@@ -221,7 +221,13 @@ class NodeAgent(AbstractContextManager["NodeAgent"]):
             folder = DiskFolder(local_path(config.agent_disk_url))
             disk = Disk(folder, config.agent_disk_bytes, "-".join(config.seal_kinds) or "plain")
         return Core(
-            self._cache, self.arena, limits, recorder, disk=disk, changed=self._board.discard
+            self._cache,
+            self.arena,
+            limits,
+            recorder,
+            disk=disk,
+            changed=self._board.discard,
+            came_due=lambda: self.saves.wake(),
         )
 
     def _save_limits(self) -> NodeSaveLimits:

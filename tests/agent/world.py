@@ -116,7 +116,13 @@ class Node:
         limits = CoreLimits(threads, queue_max, keeps_all)
         board = AnswerBoard.create()
         self.core = Core(
-            self.cache, self.arena, limits, self.recorder, disk=disk, changed=board.discard
+            self.cache,
+            self.arena,
+            limits,
+            self.recorder,
+            disk=disk,
+            changed=board.discard,
+            came_due=lambda: self.saves.wake(),
         )
         self.arena_cache = self.core.arena_cache
         save_limits = NodeSaveLimits(2, saves_max, save_deadline_s, codec, may_save=may_save)

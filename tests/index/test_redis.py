@@ -161,17 +161,22 @@ def test_a_thousand_at_once_are_one_round_trip_once_the_server_knows_the_script(
 
 def test_a_server_that_forgot_the_scripts_learns_them_again(client: redis.Redis) -> None:
     index = RedisIndex(client)
-    for _ in range(2):
-        index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
-        client.script_flush()
+    index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
+    client.script_flush()
+    index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
+    client.script_flush()
     index.touch(NAMESPACE, [prefix_hash(1)], ttl_s=LONG_S)
     record = get(index)
     assert record is not None
     assert record.hits == 1
+    assert index.record_sightings(["x"], ttl_s=LONG_S) == [False]
+    client.script_flush()
+    assert index.record_sightings(["y", "x"], ttl_s=LONG_S) == [False, True]
 
 
 def test_a_sighting_takes_little_memory_and_ends(client: redis.Redis) -> None:
-    RedisIndex(client).record_sightings([f"{NAMESPACE}/{KEY}/{FIELD}"], ttl_s=LONG_S)
+    index = RedisIndex(client)
+    index.record_sightings([f"{NAMESPACE}/{prefix_hash(1).hex()}/{FIELD}"], ttl_s=LONG_S)
     (key,) = client.keys()
     assert key.startswith(b"objkv:s:")
     assert client.memory_usage(key) <= 128
@@ -395,7 +400,7 @@ TOTALS = "objkv:u:totals"
 
 def timed(client: redis.Redis) -> tuple[RedisIndex, ManualClock]:
     index, clock = RedisIndex(client), ManualClock()
-    index._pending = PendingTotals(clock=clock)
+    index._totals = PendingTotals(TOTALS, clock=clock)
     return index, clock
 
 
@@ -411,16 +416,21 @@ def test_a_publish_that_tells_the_totals_is_one_round_trip(valkey: RedisServer) 
     index.close()
 
 
-def test_totals_are_running_ones_until_somebody_counts_again(client: redis.Redis) -> None:
-    """What expired meanwhile is in them; a namespace without payloads is forgotten then."""
+def test_what_expires_is_counted_until_somebody_counts_again(client: redis.Redis) -> None:
+    index = RedisIndex(client)
+    index.publish(chunk(1), {FIELD: shard(10)}, ttl_s=LONG_S)
+    client.delete(f"objkv:i:{NAMESPACE}:{prefix_hash(1).hex()}")
+    assert index.usage() == [Usage(NAMESPACE, 10, 1, 0)]
+    index.set_usage(Usage(NAMESPACE, 4, 1, counted_s=1_700_000_000))
+    assert index.usage() == [Usage(NAMESPACE, 4, 1, 1_700_000_000)]
+    index.publish(chunk(2), {FIELD: shard(3)}, ttl_s=LONG_S)
+    assert index.usage() == [Usage(NAMESPACE, 7, 2, 1_700_000_000)]
+
+
+def test_a_namespace_without_payloads_is_forgotten_and_no_other(client: redis.Redis) -> None:
     index = RedisIndex(client)
     for namespace in (NAMESPACE, OTHER):
         index.publish(chunk(1, namespace), {FIELD: shard(10)}, ttl_s=LONG_S)
-    client.delete(KEY)
-    assert index.usage() == [Usage(NAMESPACE, 10, 1, 0), Usage(OTHER, 10, 1, 0)]
-    index.set_usage(Usage(NAMESPACE, 4, 1, counted_s=1_700_000_000))
-    index.publish(chunk(2), {FIELD: shard(3)}, ttl_s=LONG_S)
-    assert index.usage() == [Usage(NAMESPACE, 7, 2, 1_700_000_000), Usage(OTHER, 10, 1, 0)]
     index.set_usage(NONE)
     assert index.usage() == [Usage(OTHER, 10, 1, 0)]
     index.set_usage(replace(NONE, namespace=OTHER))
@@ -460,11 +470,37 @@ def test_totals_that_could_not_be_told_because_of_the_way_are_told_later(
     assert index.usage() == [Usage(NAMESPACE, 10, 1, 0)]
 
 
-def test_totals_are_sent_within_seconds_and_all_when_the_index_closes(
+def test_what_no_objkv_wrote_into_the_totals_is_left_out(client: redis.Redis) -> None:
+    client.hset(TOTALS, mapping={
+        "a:nbytes": "7", "a:payloads": "1", "b:nbytes": "-5", "b:payloads": "2",
+        "c:nbytes": "many", "d": "1", "e:colour": "1", "f:nbytes": "0", "g:h:nbytes": "1",
+    })  # fmt: skip
+    assert RedisIndex(client).usage() == [Usage("a", 7, 1, 0), Usage("b", 0, 2, 0)]
+
+
+def test_savings_are_sent_within_seconds_and_all_totals_when_the_index_closes(
     client: redis.Redis, valkey: RedisServer
 ) -> None:
-    """Also of a process that saves and credits no more."""
+    index, clock = RedisIndex(valkey.client()), ManualClock()
+    index._savings = PendingTotals("objkv:u:savings", clock=clock)
+    one = Savings(NAMESPACE, "2026-11", loads=1, tokens=256)
+    index.credit(one)
+    assert RedisIndex(client).savings() == []
+    clock.advance(5)
+    index.credit(one)
+    assert RedisIndex(client).savings() == [replace(one, loads=2, tokens=512)]
+    index.credit(one)
+    index.publish(chunk(1), {FIELD: shard(10)}, ttl_s=LONG_S)
+    index.close()
+    assert RedisIndex(client).savings() == [replace(one, loads=3, tokens=768)]
+    assert RedisIndex(client).usage() == [Usage(NAMESPACE, 10, 1, 0)]
+
+
+def test_totals_of_a_process_that_saves_no_more_are_sent_in_time(
+    client: redis.Redis, valkey: RedisServer
+) -> None:
     (index, clock), others = timed(valkey.client()), RedisIndex(client)
+    index._savings = PendingTotals("objkv:u:savings", clock=clock)
     one = Savings(NAMESPACE, "2026-11", loads=1, tokens=256)
     index.publish(chunk(1), {FIELD: shard(10)}, ttl_s=LONG_S)
     index.credit(one)
@@ -473,26 +509,14 @@ def test_totals_are_sent_within_seconds_and_all_when_the_index_closes(
     clock.advance(5)
     index.flush()
     assert (others.usage(), others.savings()) == ([Usage(NAMESPACE, 10, 1, 0)], [one])
-    clock.advance(5)
-    index.credit(one)
-    assert others.savings() == [replace(one, loads=2, tokens=512)]
-    index.credit(one)
-    index.publish(chunk(2), {FIELD: shard(10)}, ttl_s=LONG_S)
     index.close()
-    assert others.savings() == [replace(one, loads=3, tokens=768)]
-    assert others.usage() == [Usage(NAMESPACE, 20, 2, 0)]
 
 
-def test_what_no_objkv_wrote_into_the_totals_is_left_out(client: redis.Redis) -> None:
+def test_what_others_wrote_among_savings_is_ignored(client: redis.Redis) -> None:
     index = RedisIndex(client)
     index.credit(Savings(NAMESPACE, "2026-11", loads=1))
-    client.hset(TOTALS, mapping={
-        "a:nbytes": "7", "a:payloads": "1", "b:nbytes": "-5", "b:payloads": "2",
-        "c:nbytes": "many", "d": "1", "e:colour": "1", "f:nbytes": "0", "g:h:nbytes": "1",
-    })  # fmt: skip
     client.hset("objkv:u:savings", mapping={
         f"{NAMESPACE}:2026-11:tokens": "-5", f"{NAMESPACE}:later:loads": "3", "x": "1",
         f"{NAMESPACE}:2026-11:joules": "7", f"{NAMESPACE}:2026-11:timed_tokens": "many",
     })  # fmt: skip
-    assert index.usage() == [Usage("a", 7, 1, 0), Usage("b", 0, 2, 0)]
     assert index.savings() == [Savings(NAMESPACE, "2026-11", loads=1)]

@@ -148,7 +148,7 @@ class InsideSaves:
     ) -> None:
         self._cache, self._recorder, self._codec = cache, recorder, codec
         self._joins = {} if joins is None else joins
-        self.has_room, self.end_save = cache.has_room, cache.in_flight.end
+        self.has_room = cache.has_room
 
     def drop(self, path: str, part: SavedPart) -> None:
         """Such a part never comes."""
@@ -158,6 +158,9 @@ class InsideSaves:
 
     def begin_save(self, path: str, *, puts: bool = False, again: bool = False) -> bool:
         return self._cache.in_flight.begin(path)
+
+    def end_save(self, path: str) -> None:
+        self._cache.in_flight.end(path)
 
     def save(self, handed: Sequence[OutboxPayload]) -> list[CommitStatus]:
         return [self._save(one.payload, one.part) for one in handed]

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from math import prod
 from threading import Barrier
 
 import numpy as np
@@ -14,6 +15,7 @@ from objkv.errors import ConfigError
 from objkv.transfer.devices import DeviceLane, _whole_blocks, open_lane
 from objkv.transfer.lanes import Lane, PagedLayers, Recast, as_words
 from tests.support.device import ON_HOST, host_bytes
+from tests.support.layouts import placed
 from tests.support.paged_shapes import LAYOUTS
 from tests.transfer.test_loader import watched
 
@@ -115,12 +117,11 @@ def test_each_page_of_many_payloads_goes_to_its_block_and_back(
 ) -> None:
     """As a loop over payloads, layers and blocks copies them: any layout, runs, distances between
     frames, layers of two shapes, heads of more or fewer, and blocks of another size."""
-    order = data.draw(st.sampled_from([*LAYOUTS.values()]))
+    order = data.draw(st.sampled_from(LAYOUTS))
     count, blocks, heads, size, content = data.draw(st.integers(1, 4)), 12, 2, 4, 3
     shape = count, blocks, heads, size, content
-    flat = torch.zeros(*(shape[axis] for axis in order), dtype=torch.int64)
-    back = tuple(np.argsort(order).tolist())
-    caches = list(flat.to(device).permute(back))
+    flat = torch.zeros(prod(shape), dtype=torch.int64, device=device)
+    caches = list(placed(flat, order, shape))
     if data.draw(st.booleans()):  # they are not at one distance
         caches.insert(data.draw(st.integers(0, count)), torch.zeros_like(caches[0]))
         caches.append(torch.zeros(blocks, heads, 2 * size, 1, dtype=torch.int64, device=device))
@@ -146,18 +147,18 @@ def test_each_page_of_many_payloads_goes_to_its_block_and_back(
     lane.mark().wait()
     for layer, cache in enumerate(caches):
         expected = torch.zeros(cache.shape, dtype=torch.int64)
-        for row, placed in zip(starts, ids, strict=True):
+        for row, blocks_of in zip(starts, ids, strict=True):
             page = frame[0], frame[1], *cache.shape[2:]
             given = memory[row[layer] : row[layer] + sizes[layer]].view(torch.int64).view(page)
-            for at, block in enumerate(placed):
+            for at, block in enumerate(blocks_of):
                 expected[block] = given[at + page[0] - each, page[1] - heads :]
         assert torch.equal(cache.cpu(), expected)
     chunk_bytes = int(layers.frame_bytes(each).sum())
     out, places = host_bytes(torch.zeros(n * (chunk_bytes + 8))), np.arange(n) * (chunk_bytes + 8)
     lane.gather(layers, ids, out.numpy().data, places)
     lane.mark().wait()
-    for place, placed in zip(places, ids, strict=True):
-        pages = [cache.cpu()[placed].flatten() for cache in caches]
+    for place, blocks_of in zip(places, ids, strict=True):
+        pages = [cache.cpu()[blocks_of].flatten() for cache in caches]
         found = out[place : place + chunk_bytes].view(torch.int64)
         assert torch.equal(found, torch.cat(pages))
 

@@ -36,7 +36,8 @@ Keys = tuple[str, ...]
 
 class Script:
     """A Lua script, sent by digest, or with its text to a server that has not cached it. Redis runs
-    it atomically. It touches one key, or a chunk's record and a lease in the same slot.
+    it atomically. Each touches one key, or a chunk's record and a lease, which a cluster keeps in
+    the same place.
 
     ``redis.pcall`` returns a table if a key has another type, and so is not objkv's. Such a key is
     treated as absent, and replaced when a chunk is published.
@@ -152,39 +153,44 @@ _NUMBER = re.compile(rb"-?[0-9]{1,18}")
 
 
 class PendingTotals:
-    """This process's changes of the fleet's totals, Redis hashes, by key and field. Thread-safe.
+    """This process's changes of running totals, a single Redis hash to which all processes of a
+    fleet add. Thread-safe.
 
     They are sent every few seconds, along with a command that is sent anyway, or by ``flush``. So
-    no save waits for it, and a thousand replicas write the same keys only a few hundred times per
+    no save waits for it, and a thousand replicas write the one key only a few hundred times per
     second. A killed process's changes are lost until the totals are counted again.
     """
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, key: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.key = key
         self._clock = clock
         self._lock = Lock()
-        self._pending: defaultdict[tuple[str, str], int] = defaultdict(int)
+        self._pending: defaultdict[str, int] = defaultdict(int)
         self._due_s = clock() + _FLUSH_S
+
+    def add(self, namespace: str, nbytes: int, payloads: int) -> None:
+        self.add_changes({f"{namespace}:nbytes": nbytes, f"{namespace}:payloads": payloads})
 
     def is_due(self) -> bool:
         return self._clock() >= self._due_s
 
-    def drain(self, *, early: bool = False) -> dict[tuple[str, str], int]:
-        """Return and clear the changes if they are due, or ``early``."""
+    def drain(self, *, early: bool = False) -> dict[str, int]:
+        """Return and clear the changes by field if they are due, or ``early``."""
         now = self._clock()
         with self._lock:
             if not (early or self.is_due()):
                 return {}
-            taken = {place: change for place, change in self._pending.items() if change}
+            taken = {field: change for field, change in self._pending.items() if change}
             self._pending.clear()
             self._due_s = now + _FLUSH_S
         return taken
 
-    def add(self, changes: Mapping[tuple[str, str], int]) -> None:
+    def add_changes(self, taken: Mapping[str, int]) -> None:
         """Keep new changes, and those that could not be sent. If these arrived after all, the
         totals are too high, but never too low."""
         with self._lock:
-            for place, change in changes.items():
-                self._pending[place] += change
+            for field, change in taken.items():
+                self._pending[field] += change
 
 
 Client = redis.Redis | redis.RedisCluster
@@ -195,7 +201,8 @@ _PATH = re.compile(rf"([^/]+)/../([0-9a-f]{{{2 * PREFIX_HASH_BYTES}}})/(.+)")
 
 class RedisIndex:
     """Implements ``PruneIndex``. Owns ``client``, which returns bytes and has the deadlines.
-    ``clock`` (seconds since the epoch) dates touches; the server ends records."""
+    ``clock`` (seconds since the epoch) only dates touches; the server decides when records
+    expire."""
 
     def __init__(
         self, client: Client, *, prefix: str = "objkv", clock: Callable[[], float] = time.time
@@ -206,8 +213,8 @@ class RedisIndex:
         """Of all keys, without the colon."""
         self._clock = clock
         self._finder = Finder(client)
-        self._totals, self._savings = f"{prefix}:u:totals", f"{prefix}:u:savings"
-        self._pending = PendingTotals()
+        self._totals = PendingTotals(f"{prefix}:u:totals")
+        self._savings = PendingTotals(f"{prefix}:u:savings")
         self._key = re.compile(
             rf"{re.escape(prefix)}:i:([^:]+):([0-9a-f]{{{2 * PREFIX_HASH_BYTES}}})".encode("ascii")
         )
@@ -258,14 +265,19 @@ class RedisIndex:
     def savings(self) -> list[Savings]:
         return read_savings(self._numbers("savings", self._savings))
 
-    def _numbers(self, verb: str, key: str) -> dict[str, int]:
-        """Send this process's changes. Return the fleet's totals of ``key`` that are numbers."""
-        [reply] = self._flushed(verb, ("HGETALL", key), early=True)
+    def _numbers(self, verb: str, totals: PendingTotals) -> dict[str, int]:
+        """Send this process's changes of ``totals``. Return the fleet's that are numbers."""
+        reply = self._flush(verb, totals, "HGETALL", totals.key)
         return {
             field.decode("utf-8", "replace"): int(value)
-            for field, value in _checked(verb, reply).items()
+            for field, value in reply.items()
             if _NUMBER.fullmatch(value)
         }
+
+    def _flush(self, verb: str, totals: PendingTotals, *command: str | int) -> Any:
+        """Send this process's changes of ``totals``, then ``command``. Return its reply."""
+        [reply] = self._flushed(verb, totals, totals.drain(early=True), command)
+        return _checked(verb, reply)
 
     def check(self) -> None:
         """Runs a script, which needs most of the rights that objkv needs."""
@@ -291,27 +303,29 @@ class RedisIndex:
         if lease is not None:
             keys = (*keys, self._lease(lease.name))
         nbytes, payloads = self._run("publish", PUBLISH, keys, *args)
-        self._count(chunk.namespace, nbytes, payloads)
+        self._totals.add(chunk.namespace, nbytes, payloads)
 
     def touch(self, namespace: str, prefix_hashes: Sequence[bytes], *, ttl_s: int) -> None:
+        """One pipelined round trip."""
         keys = [self._chunk(namespace, prefix_hash) for prefix_hash in dict.fromkeys(prefix_hashes)]
         self._run_all("touch", TOUCH, [(key,) for key in keys], ttl_s * 1000, int(self._clock()))
 
     def credit(self, savings: Savings) -> None:
         """Sends the sums every few seconds."""
-        fields = savings_fields(savings)
-        self._pending.add({(self._savings, name): number for name, number in fields.items()})
+        self._savings.add_changes(savings_fields(savings))
         self.flush()
 
     def flush(self, *, early: bool = False) -> None:
         """A round trip only if changes are due, or ``early``."""
-        self._flushed("flush", early=early)
+        for totals in (self._totals, self._savings):
+            if changes := totals.drain(early=early):
+                self._flushed("flush", totals, changes)
 
     def forget(self, namespace: str, prefix_hash: bytes, field: str, expected: ShardRecord) -> bool:
         key = self._chunk(namespace, prefix_hash)
         gone = bool(self._run("forget", FORGET, (key,), field, encode_shard(expected)))
         if gone:
-            self._count(namespace, -expected.nbytes, -1)
+            self._totals.add(namespace, -expected.nbytes, -1)
         return gone
 
     def lease(self, name: str, owner: str, *, ttl_ms: int) -> bool:
@@ -321,6 +335,7 @@ class RedisIndex:
         self._run("release", RELEASE, (self._lease(name),), owner)
 
     def record_sightings(self, names: Sequence[str], *, ttl_s: int) -> list[bool]:
+        """One pipelined round trip."""
         keys = [f"{self.prefix}:s:{sighting_name(name)}" for name in names]
         replies = self._pipelined("sight", [("SET", k, "", "EX", ttl_s, "GET") for k in keys])
         return [_checked("sight", reply) is not None for reply in replies]
@@ -332,21 +347,17 @@ class RedisIndex:
     def drop(self, namespace: str, prefix_hash: bytes) -> bool:
         """Also removes malformed records."""
         found, nbytes, payloads = self._run("drop", DROP, (self._chunk(namespace, prefix_hash),))
-        self._count(namespace, -nbytes, -payloads)
+        self._totals.add(namespace, -nbytes, -payloads)
         return bool(found)
 
     def set_usage(self, usage: Usage) -> None:
         fields = [f"{usage.namespace}:{kind}" for kind in _TOTALS]
-        command: Command = ("HDEL", self._totals, *fields)
+        command: list[str | int] = ["HDEL", self._totals.key, *fields]
         if usage.payloads:
-            nbytes, payloads, counted = fields
-            numbers = (nbytes, usage.nbytes, payloads, usage.payloads, counted, usage.counted_s)
-            command = ("HSET", self._totals, *numbers)
-        _checked("set usage", *self._flushed("set usage", command, early=True))
-
-    def _count(self, namespace: str, nbytes: int, payloads: int) -> None:
-        changes = {f"{namespace}:nbytes": nbytes, f"{namespace}:payloads": payloads}
-        self._pending.add({(self._totals, field): change for field, change in changes.items()})
+            command = ["HSET", self._totals.key]
+            for pair in zip(fields, (usage.nbytes, usage.payloads, usage.counted_s), strict=True):
+                command += pair
+        self._flush("set usage", self._totals, *command)
 
     def _chunk(self, namespace: str, prefix_hash: bytes) -> str:
         return f"{self.prefix}:i:{namespace}:{prefix_hash.hex()}"
@@ -363,7 +374,7 @@ class RedisIndex:
         """Return the script's reply for the keys of one call, see ``_run_all``."""
         with translated(f"redis index, {verb}"), suppress(exceptions.NoScriptError):
             run: Callable[..., object] = self.client.execute_command
-            if not self._pending.is_due():  # a pipeline costs half as much again
+            if not self._totals.is_due():  # a pipeline costs half as much again
                 return run(*script.known, len(keys), *keys, *args)
         return self._run_all(verb, script, [keys], *args)[0]
 
@@ -374,29 +385,31 @@ class RedisIndex:
         round trip. Due changes of the totals share it."""
         rests = [(len(keys), *keys, *args) for keys in calls]
         known = [(*script.known, *rest) for rest in rests]
-        replies = self._flushed(verb, *known)
+        replies = self._flushed(verb, self._totals, self._totals.drain(), *known)
         unknown = [n for n, one in enumerate(replies) if isinstance(one, exceptions.NoScriptError)]
         again = self._pipelined(verb, [(*script.full, *rests[place]) for place in unknown])
         for place, reply in zip(unknown, again, strict=True):
             replies[place] = reply
         return [_checked(verb, reply) for reply in replies]
 
-    def _flushed(self, verb: str, *commands: Command, early: bool = False) -> list[Any]:
-        """Return the replies to ``commands``. Sends changes of the totals first, if they are due or
-        ``early``, and keeps those that fail."""
-        changes = self._pending.drain(early=early)
-        adding = [("HINCRBY", *place, change) for place, change in changes.items()]
+    def _flushed(
+        self, verb: str, totals: PendingTotals, changes: Mapping[str, int], *commands: Command
+    ) -> list[Any]:
+        """Return the replies to ``commands``. Sends changes of ``totals`` first, and keeps those
+        that fail."""
         try:
+            adding = [("HINCRBY", totals.key, field, change) for field, change in changes.items()]
             replies = self._pipelined(verb, [*adding, *commands])
         except StoreError:
-            self._pending.add(changes)
+            totals.add_changes(changes)
             raise
         pairs = zip(changes.items(), replies, strict=False)
-        self._pending.add(dict(pair for pair, reply in pairs if isinstance(reply, Exception)))
+        totals.add_changes(dict(pair for pair, reply in pairs if isinstance(reply, Exception)))
         return replies[len(changes) :]
 
     def _pipelined(self, verb: str, commands: Sequence[Command]) -> list[Any]:
-        """Return all replies, with errors as values, in a round trip (one per cluster node)."""
+        """Return all replies, with errors as values, after a round trip, or one per cluster
+        node."""
         if not commands:
             return []
         with (

@@ -160,13 +160,13 @@ _BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 _REFUSED = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM)
 _BROKEN = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _DAMAGED = (
-    "is damaged or not an objkv index ({}): stop all processes that use it, delete it and its -wal "
+    "damaged or not an objkv index ({}): stop all processes that use it, delete it and its -wal "
     "and -shm files, then run objkv rebuild --apply; no KV is lost"
 )
 _MEANINGS: dict[int, tuple[type[StoreError], str]] = {
-    **dict.fromkeys(_BUSY, (StoreUnavailable, "is busy: {}")),
+    **dict.fromkeys(_BUSY, (StoreUnavailable, "busy: {}")),
     sqlite3.SQLITE_FULL: (StoreUnavailable, "the disk is full, free some space: {}"),
-    sqlite3.SQLITE_INTERRUPT: (StoreUnavailable, "the call exceeded its time limit: {}"),
+    sqlite3.SQLITE_INTERRUPT: (StoreUnavailable, "the call exceeded its time limit"),
     **dict.fromkeys((*_REFUSED, sqlite3.SQLITE_AUTH), (StoreDenied, f"{{}}: {_RIGHTS}")),
     **dict.fromkeys(_BROKEN, (StoreDenied, _DAMAGED)),
 }

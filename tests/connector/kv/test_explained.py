@@ -130,7 +130,7 @@ def compared(place: Place, engine: ShakenEngine, url: str) -> tuple[Any, int]:
         ({"weights_epoch": 7}, "elsewhere", 0, "weights_epoch"),
         (lambda place: place.payloads[1].unlink(), "missing", 1, "not in the bulk store"),
         (header_broken, "corrupt", 1, "replicas refuse it"),
-        (lambda place: place.drop_record(1), "orphan", 1, "has no record"),
+        (lambda place: place.drop_record(1), "orphan", 1, "stored without a record"),
         (chunk_swept, "gone", 1, "later chunks of this prompt are stored"),
         (last_quarantined, "quarantined", 2, "is quarantined"),
         (

@@ -29,7 +29,7 @@ from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.keys.states import SplitState
 from objkv.telemetry import MemoryRecorder
 from objkv.transfer.loading.loader import LoadLimits
-from objkv.transfer.plan import ChunkMove, LoadPlan
+from objkv.transfer.plan import ChunkMove, LoadPlan, SaveMove, SavePlan
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
 from tests.support.inside import InsideJoin
@@ -232,7 +232,10 @@ def test_every_rank_loads_the_bytes_that_it_would_have_computed(
         assert identity(kind, writer[0]) == identity(kind, reader[0])
         for rank in replica(kind, writer, places):
             rank.compute(2)
-            assert not rank.save_moves([(move(2), token_digest(tuple(range(CHUNK))))])
+            digest = token_digest(tuple(range(CHUNK)))
+            assert not rank.save_all(
+                (SavePlan("r", NAMESPACE, (SaveMove(move(2), digest, None),)),)
+            )
             rank.close()
         for rank in replica(kind, reader, places):
             before = rank.memory.clone()
