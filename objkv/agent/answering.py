@@ -48,11 +48,13 @@ class NodeLookups:
         records: FoundRecords,
         board: AnswerBoard,
         *,
+        ttl_s: float = LOOKUP_TTL_S,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """``records``: keeps what is found."""
+        """``records``: keeps what is found. ``ttl_s``: how long an answer is valid."""
         self._index, self._held, self.board = index, held, board
-        self._records, self._clock = records, clock
+        self._records = records
+        self._ttl_s, self._clock = ttl_s, clock
         self._free = BoundedSemaphore(_LOOKUPS_MAX)
 
     def find(self, namespace: str, hashes: bytes, fields: tuple[str, ...]) -> list[bytes]:
@@ -101,7 +103,9 @@ class NodeLookups:
             self._records.add(scope.namespace, zip(pending.hashes, found, strict=True))
         text = b"\n".join(written_rows(found, scope.fields))
         is_whole = {len(scope.fields)} == {0 if one is None else len(one) for one in found}
-        self.board.write(pending, text, (now, now + (LOOKUP_TTL_S if is_whole else _MISSING_S)))
+        ttl_s = self._ttl_s if is_whole else min(_MISSING_S, self._ttl_s)
+        if ttl_s:
+            self.board.write(pending, text, (now, now + ttl_s))
         return text
 
 

@@ -27,6 +27,7 @@ from objkv.assembly.launch import AgentRuns, AgentSocket
 from objkv.assembly.seal import open_seal
 from objkv.background import JOIN_S
 from objkv.cache.chunks import LEASE_MS, CacheSettings, ChunkCache
+from objkv.cache.lookup import LOOKUP_TTL_S
 from objkv.cache.worth import PutPolicy, PutRule
 from objkv.config import Config
 from objkv.config.node import arena_bytes, host_bytes, http_path
@@ -97,7 +98,7 @@ class NodeAgent(AbstractContextManager["NodeAgent"]):
         policy = PutPolicy(self._rule)
         self.saves = NodeSaves(self._cache, self.core, self._save_limits(), policy, recorder)
         index, held = self._backends.index, self.core.arena_cache.held_back
-        self.lookups = NodeLookups(index, held, self.core.found, self._board)
+        self.lookups = NodeLookups(index, held, self.core.found, self._board, ttl_s=LOOKUP_TTL_S)
         prefetches = Prefetches(self.core, index, self._backends.bulk)
         calls = NodeCalls(index, self._backends.bulk, prefetches, policy, ttl_s=config.ttl_s)
         self.server = AgentServer(
