@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[1]
 THROUGHPUT = Target(0.99)
 FIRST_TOKEN = Target(1 / 5, at_most=True)
 BELOW_EXAMPLE = Target(1.0, at_most=True)
-_BOUND_S = 7200.0
+_BOUND_S = 3600.0
 """Of an engine's whole life."""
 _SAVED_S = 60.0
 _MORE = 2
@@ -79,7 +79,9 @@ class _Engine:
 
     def do(self, order: Order) -> Took:
         self._orders.write(order.model_dump_json().encode() + b"\n")
-        return Took.model_validate_json(next(self._lines))
+        for line in self._lines:
+            return Took.model_validate_json(line)
+        raise ObjkvError("an engine ended before its answer")
 
 
 def bench_engine(setting: BenchSetting) -> Section:

@@ -214,6 +214,8 @@ class Claims:
 
 
 class OpenRequest(NamedTuple):
+    """A request to read payloads."""
+
     urgency: Urgency
     deadline_ms: int
     wanted: Claims

@@ -139,8 +139,9 @@ class AgentSaves:
         return self._clock() >= self._full_until
 
     def begin_save(self, path: str, *, puts: bool = False, again: bool = False) -> bool:
-        """Begin a save, unless it runs or just ended; then ``end_save`` must follow. ``puts``: the
-        agent must not hold it back, or no longer. ``again``: even if it just ended."""
+        """Begin a save, unless it runs or just ended. If it begins, ``end_save`` must follow.
+        ``puts``: the agent must not hold it back, or no longer. ``again``: also one that just
+        ended."""
         with self._marking:
             if puts or again:
                 self.in_flight.forget(path)

@@ -113,6 +113,7 @@ def call_s(config: Config) -> float:
 
 
 def open_index(config: Config, recorder: Recorder, *, logs: bool = True) -> WriteIndex:
+    """Open the index alone, guarded."""
     return GuardedIndex(_index_place(config), _guard("index", config, recorder, logs=logs))
 
 

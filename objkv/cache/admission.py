@@ -36,6 +36,8 @@ RETRY_S = 30.0
 
 
 class ChunkSize(NamedTuple):
+    """Size of one chunk of a match."""
+
     nbytes: int
     """Of this worker's payloads, as stored."""
     tokens: int

@@ -350,6 +350,7 @@ class ChunkCache:
 def publish_record(
     index: WriteIndex, header: Header, *, hot: bool, ttl_s: int, lease: Lease | None = None
 ) -> None:
+    """Publish the record of a stored payload. See ``WriteIndex.publish``."""
     claim, key = header.claim, header.claim.key
     chunk = ChunkEntry(
         key.namespace, key.prefix_hash, claim.parent_hash, claim.token_start, claim.token_end

@@ -50,6 +50,8 @@ LOOKUP_QUEUE_MAX: Final = 1024
 
 @dataclass(frozen=True, slots=True)
 class LookupLimits:
+    """Limits of time, number and age."""
+
     deadline_s: float
     """After this time a lookup is a miss. ``close`` waits this long, at most 5 s."""
     queue_max: int = LOOKUP_QUEUE_MAX
@@ -241,6 +243,8 @@ _KEPT_S: Final = 600.0
 
 
 class RecordIndex(FindIndex, Protocol):
+    """The part of an index that this needs."""
+
     def lookup(
         self, namespace: str, prefix_hashes: Sequence[bytes]
     ) -> Steps[list[Record | None]] | list[Record | None]:

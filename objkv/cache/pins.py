@@ -28,6 +28,8 @@ _HASH = re.compile(f"[0-9a-f]{{{2 * PREFIX_HASH_BYTES}}}")
 
 @dataclass(frozen=True, slots=True)
 class Pin:
+    """One pinned prefix."""
+
     namespace: str
     chunks: tuple[bytes, ...]
     """Prefix hashes of all its chunks, in order."""

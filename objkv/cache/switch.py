@@ -123,7 +123,8 @@ class AdmissionSwitch:
         *,
         clock: Callable[[], float] = time,
     ) -> None:
-        """``configured`` applies without an order. ``submit`` runs a job in the background."""
+        """``configured`` applies without an order. ``submit`` runs a job in the background, or
+        refuses."""
         self._configured: Mode = configured
         self._bulk = bulk
         self._namespace = namespace

@@ -46,6 +46,8 @@ class ChunkCost:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
+    """Which payloads are put, and why."""
+
     puts: Puts
     break_even: float | None
     """None while it is not known."""
@@ -57,6 +59,8 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class PutRule:
+    """The settings that decide."""
+
     setting: Literal["auto", "all", "reused"]
     prices: Prices
     life_s: float

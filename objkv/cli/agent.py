@@ -23,7 +23,8 @@ _WITHIN_S = 60.0
 
 
 class LogLimit(logging.Filter):
-    """Drops lines that one place in the code logs too often: others may cause them at will."""
+    """Drops lines that one place in the code has logged too often lately: others may cause them
+    at will."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -175,4 +175,5 @@ def all_commands() -> Iterator[tuple[str, Any]]:
 
 
 def main() -> None:
+    """Run the command line of the current process."""
     app()

@@ -69,7 +69,7 @@ class EndSignal:
 
 @contextmanager
 def end_signals() -> Iterator[EndSignal]:
-    """What SIGTERM (Kubernetes, systemd) and Ctrl-C set, but for a process that ignores SIGINT."""
+    """What SIGTERM (Kubernetes, systemd) and Ctrl-C set. An ignored SIGINT stays ignored."""
     fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
     numbers = [signal.SIGTERM]
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:

@@ -34,6 +34,7 @@ _COLUMNS = (
 
 
 def print_report(out: Printer, report: DemoReport) -> None:
+    """Print the table and its conclusions."""
     out.line()
     out.line("Time to first token, in seconds", "bold")
     out.line("recompute: without objkv. A: computes and saves. B: loads the KV that A saved.")
@@ -152,6 +153,7 @@ def _serve() -> str:
 
 
 def count_stored(place: DemoFolder) -> DemoStore:
+    """Return the totals of the replicas' store."""
     with open_backends(load_config(environ=place.settings), NullRecorder()) as backends:
         names = backends.index.namespaces()
         records = {one.prefix_hash: one for name in names for one in backends.index.scan(name)}

@@ -30,6 +30,8 @@ Namespace = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class CommonOptions:
+    """The options of every command."""
+
     bulk_url: Annotated[
         str | None, typer.Option(help="Bulk store; overrides OBJKV_BULK_URL.", metavar="URL")
     ] = None

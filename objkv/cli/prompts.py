@@ -51,7 +51,8 @@ class PromptOptions:
         return (self.tokens, self.text, self.text_file, self.tokenizer) != (None,) * 4
 
     def read(self) -> tuple[list[int], PromptExtras]:
-        """Return the token ids, and what else names their KV. Raises ``ConfigError``."""
+        """Return the token ids, by default from standard input, and what else names their KV.
+        Raises ``ConfigError``."""
         if [self.tokens, self.text, self.text_file].count(None) < 2:
             raise ConfigError("give only one of --tokens, --text and --text-file")
         if (self.text is None and self.text_file is None) != (self.tokenizer is None):

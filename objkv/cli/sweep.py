@@ -72,8 +72,8 @@ def sweep(
 def _sweep(
     run: Upkeep, walk: Walk, limits: SweepLimits, quota_bytes: int, *, force: bool
 ) -> tuple[Doubt, ...]:
-    """Sweep what the walk found, and return what was kept because it looks like a mistake, unless
-    that is swept by ``force``, too."""
+    """Sweep what the walk found, and return what was kept because it looks like a mistake:
+    nothing with ``force``."""
     doubts = tuple[Doubt, ...]()
     walk.judge(ttl_s=run.view.ttl_s)
     if not force and not run.view.is_own_index:

@@ -178,6 +178,7 @@ def _hit_rate(view: TopView) -> str:
 
 
 def replica_cells(row: TopRow) -> list[str]:
+    """Return one replica's row as text."""
     values = row.values
     if not values or row.state == "new":
         return [row.name, row.state, row.problem or "", *[""] * 6]
@@ -190,6 +191,7 @@ def replica_cells(row: TopRow) -> list[str]:
 
 
 def agent_cells(row: TopRow) -> list[str]:
+    """Return one node agent's row as text."""
     values = row.values
     if not values:
         return [row.name, row.state, row.problem or "", *[""] * 8]

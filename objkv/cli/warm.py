@@ -26,6 +26,7 @@ _SHOWN_MAX = 20
 
 
 def show_report(out: Printer, report: "WarmReport") -> None:
+    """Print the result as text."""
     if report.namespace:
         out.line(f"namespace {report.namespace}, model {printable(report.model)}")
     is_check = report.mode == "check"

@@ -166,6 +166,7 @@ def _container_limits() -> Iterator[int]:
 
 
 def arena_bytes(config: Config) -> int:
+    """Return the size of an agent's arena."""
     return config.agent_memory_bytes or host_bytes() // _MEMORY_SHARE
 
 

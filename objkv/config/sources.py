@@ -57,6 +57,8 @@ _Given = dict[SettingSource, tuple[str, dict[str, Any]]]
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
+    """Settings, with the source of each."""
+
     config: Config
     sources: Mapping[str, SettingSource]
 

@@ -105,6 +105,8 @@ def is_directory_bucket(bucket: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Url:
+    """The parts of a URL."""
+
     scheme: str
     shown: str
     """The URL with ``***`` for its user and password."""

@@ -1,1 +1,1 @@
-"""Indexes: records of the payloads in the stores, which can be rebuilt from the bulk store."""
+"""Indexes: records of the payloads in the stores, hints that can be rebuilt from the bulk store."""

@@ -64,7 +64,8 @@ class Usage:
     payloads: int
     counted_s: int
     """Seconds since the epoch of the last exact count, by the counter's clock; 0 if never. Since
-    then this is a running total, wrong by records that expired, were evicted, or were lost."""
+    then this is a running total, wrong by records that expired, were evicted, or were published by
+    a process that was then killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,8 @@ class Savings:
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What a Redis-like server says of itself; None if it does not."""
+    """What a Redis-like server says of itself; None if it does not: managed ones often deny
+    CONFIG."""
 
     product: str
     """``redis`` or ``valkey``."""
@@ -109,6 +111,8 @@ class ServerFacts:
 
 @dataclass(frozen=True, slots=True)
 class ChunkEntry:
+    """The chunk of a record."""
+
     namespace: str
     prefix_hash: bytes
     parent_hash: bytes
@@ -128,6 +132,8 @@ class Lease(NamedTuple):
 
 
 class ReadIndex(Protocol):
+    """Can be read."""
+
     def lookup(self, namespace: str, prefix_hashes: Sequence[bytes]) -> list[Record | None]:
         """Return the records of a whole prompt, in order, with None for missing ones, in one
         pipelined round trip (one per node on a cluster)."""
@@ -160,12 +166,15 @@ class ReadIndex(Protocol):
 
 
 class WriteIndex(ReadIndex, Protocol):
+    """Can also be written."""
+
     def publish(
         self, chunk: ChunkEntry, shards: ShardRecords, *, ttl_s: int, lease: Lease | None = None
     ) -> None:
         """Add or replace these shard fields of the chunk's record, whose payloads can be read
-        already, all at once. It then lives for ``ttl_s`` seconds from now, or until its pin ends if
-        that is later. ``lease``: one of this chunk's payloads, given back in the same call."""
+        already. It then lives for ``ttl_s`` seconds from now, or until its pin ends if that is
+        later. Readers see all of these fields or none. ``lease``: one of this chunk's payloads,
+        given back in the same call."""
 
     def touch(self, namespace: str, prefix_hashes: Sequence[bytes], *, ttl_s: int) -> None:
         """Count one hit for each record that exists, and renew its time to live."""

@@ -75,7 +75,8 @@ class GuardedIndex(Guarded[WriteIndex]):
             self.inner.check()
 
     def flush(self) -> None:
-        """Skips the breaker, for which sending nothing would be a success."""
+        """Skips the breaker, for which sending nothing would be a success. Nothing waits for an
+        index that fails."""
         if not self.guard.is_failing:
             with self.guard.deadline():
                 self.inner.flush()

@@ -32,6 +32,8 @@ _BUSY_WITHIN_READS = 30
 
 @dataclass(frozen=True, slots=True)
 class BreakerLimits:
+    """When a circuit opens, and when it is probed."""
+
     failures: int = 5
     """Consecutive failures that open it."""
     reset_s: float = 1.0
@@ -120,7 +122,8 @@ class Breaker:
         return given_s < self._limits.enough_s and left_s <= given_s * _CUT_SHARE
 
     def open(self, error: StoreError, *, briefly: bool = False) -> None:
-        """Open now. ``briefly``: for one first pause, which makes later ones no longer."""
+        """Open now. ``briefly``: for the first pause; if the server responds after it, restore the
+        earlier state."""
         with self._lock:
             if not self.is_open:
                 self._open(error, briefly=briefly)

@@ -106,7 +106,8 @@ class Guard(CallPolicy):
     ``<name>_<verb>_errors``, also per class as ``<name>_<verb>_errors_StoreDenied``.
 
     ``verbs``: all of them, with their other counters. ``seconds``: the deadline of a call (twelve
-    times as long for one that walks); None if the backend has its own.
+    times as long for one that walks); None if the backend has its own. ``may_write``: False for the
+    read-only role.
     """
 
     name: str

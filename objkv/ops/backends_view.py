@@ -176,6 +176,8 @@ class StoredNamespace:
 
 @dataclass(frozen=True, slots=True)
 class StoredPayload:
+    """A payload and the record of its chunk."""
+
     key: ChunkKey
     entry: Entry | None
     """None if only the index has it."""

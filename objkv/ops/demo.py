@@ -78,7 +78,8 @@ class DemoFolder:
 
     @contextmanager
     def prepared(self, prompts: Sequence[ReplicaPrompt]) -> Iterator[None]:
-        """Empty the folder except for models, and lock it. Raises ``ConfigError`` for another."""
+        """Empty the folder except for models, and lock it. Raises ``ConfigError`` if another demo
+        holds the lock."""
         make_private(self.root)
         with (self.root / "lock").open("w") as lock:
             try:
@@ -133,6 +134,8 @@ class DemoStore:
 
 @dataclass(slots=True)
 class DemoReport:
+    """The result of the demo."""
+
     engine: str
     device: str
     rows: tuple[DemoRow, ...]

@@ -145,6 +145,8 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class DiffReport:
+    """The result of comparing two documents."""
+
     share: bool
     reason: str
     differences: tuple[Difference, ...]

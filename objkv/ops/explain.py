@@ -264,7 +264,7 @@ def _unrecorded(question: Question, keys: Sequence[ChunkKey]) -> Explanation:
         )
     written = max((one.created_s or 0 for one in reports), default=0)
     age_s = max(0, int(question.clock()) - written)
-    why = "it has expired"
+    why = "the record may have expired"
     if age_s <= question.ttl_s:
         why = "the index lost or evicted it, or a replica is saving the chunk now"
     return Explanation(

@@ -27,6 +27,7 @@ _FACTS_S, _REPLICA_S = 120.0, 420.0
 
 
 def prompt_of(length: int, question: int, *, forget: bool = True) -> ReplicaPrompt:
+    """Return a question about the document of this length."""
     return ReplicaPrompt(
         name=f"{length}, question {question}",
         texts=((f"document of {length}", length), (f"question {question}", _QUESTION_TOKENS)),
@@ -35,6 +36,7 @@ def prompt_of(length: int, question: int, *, forget: bool = True) -> ReplicaProm
 
 
 def prompts_of(role: Replica, lengths: Sequence[int], repeats: int) -> Iterator[ReplicaPrompt]:
+    """Yield what a replica answers about documents of these lengths."""
     first = QUESTIONS[0]
     for length in lengths:
         if role == "R":
@@ -64,6 +66,8 @@ class GpuFacts:
 
 @dataclass(frozen=True, slots=True)
 class GpuCase:
+    """One comparison."""
+
     name: str
     ok: bool
     detail: str = ""
@@ -71,6 +75,8 @@ class GpuCase:
 
 @dataclass(frozen=True, slots=True)
 class GpuReport:
+    """The result of one run."""
+
     objkv: str
     model: str
     gpu: GpuFacts

@@ -40,7 +40,8 @@ class NamespaceSummary:
     payloads: int
     nbytes: int
     counted_s: int
-    """When the totals were last counted exactly, in seconds since the epoch; 0 if never."""
+    """When the totals were last counted exactly, in seconds since the epoch; 0 if never. Since then
+    the index has kept them up to date."""
     chunks: int | None = None
     """None, as the next three, unless the bucket was counted (``--bulk``)."""
     tokens: int | None = None
@@ -128,6 +129,7 @@ def _summary(
 
 
 def list_tenants(namespaces: Iterable[NamespaceSummary]) -> list[TenantTotals]:
+    """Return the totals by tenant."""
     found: defaultdict[str | None, list[NamespaceSummary]] = defaultdict(list)
     for one in namespaces:
         found[one.tenant].append(one)

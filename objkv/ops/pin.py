@@ -54,7 +54,8 @@ class PinList:
 
 
 def chain_of(index: ReadIndex, namespace: str, leaf: bytes) -> list[Record]:
-    """Return the records from a first chunk to ``leaf``. Raises ``NotStored`` without one."""
+    """Return the records from the first chunk of a prompt to ``leaf``, with one lookup for each.
+    Raises ``NotStored`` if one is missing."""
     chain: list[Record] = []
     wanted, end = leaf, None
     while True:
@@ -166,14 +167,13 @@ def remove_ended_pins(
 ) -> int:
     """Delete the documents of pins that ended ``grace_s`` ago, and return their number. For sweeps.
     Each document is read again right before, because the pin may have been extended."""
-    removed = 0
-    for pin in list(scan_pins(bulk, namespace)):
-        if isinstance(pin, PayloadError) or pin.until_s > now_s - grace_s:
-            continue
+    ended_s, removed = now_s - grace_s, 0
+    pins = (pin for pin in scan_pins(bulk, namespace) if isinstance(pin, Pin))
+    for path in [pin.path() for pin in pins if pin.until_s <= ended_s]:
         with suppress(PayloadError):
-            now = read_pin(bulk, pin.path())
-            if now is not None and now.until_s <= now_s - grace_s:
-                removed += bulk.delete(pin.path())
+            now = read_pin(bulk, path)
+            if now is not None and now.until_s <= ended_s:
+                removed += bulk.delete(path)
     return removed
 
 

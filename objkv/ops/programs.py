@@ -97,11 +97,12 @@ class Program:
         timer.start()
         try:
             yield from cast("IO[str]", self._process.stdout)
+            status = self._process.wait()  # it may close its output long before it ends
         finally:
             timer.cancel()
         if late.is_set():
             raise self.failed(f"did not finish within {bound_s:.0f} s")
-        if status := self._process.wait():
+        if status:
             raise self.failed(f"ended with exit status {status}")
 
     def check(self) -> None:

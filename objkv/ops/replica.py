@@ -44,6 +44,8 @@ class _Value(BaseModel):
 
 
 class ReplicaPrompt(_Value):
+    """One request."""
+
     name: str
     texts: tuple[tuple[str, int], ...]
     """Names and lengths of the texts that follow one another, see ``random_tokens``."""
@@ -77,6 +79,8 @@ class ReplicaSetup(_Value):
 
 
 class ReplicaAnswer(_Value):
+    """A replica's answer to one prompt."""
+
     prompt: str
     tokens: tuple[int, ...]
     served_tokens: int

@@ -20,6 +20,8 @@ FINDINGS_MAX = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Finding:
+    """One finding."""
+
     kind: str
     key: str
     """Its path in the bulk store, or the expected path."""
@@ -82,6 +84,8 @@ class Check(Protocol):
 
 @dataclass(slots=True)
 class Unit:
+    """A piece of work."""
+
     work: Callable[[Counters, Check], None]
     """Fills the counters, calls the check regularly, and does not catch its exceptions."""
     items: float = 0.0

@@ -24,6 +24,8 @@ Verdict = Literal["ok", "corrupt", "missing"]
 
 @dataclass(frozen=True, slots=True)
 class FrameReport:
+    """The result of checking one layer's frame."""
+
     layer: str
     dtype: str
     shape: tuple[int, ...]

@@ -31,6 +31,8 @@ _USAGE_EVERY_S: Final = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
+    """The result of one scrape."""
+
     at_s: float
     """Time by the clock that rates use."""
     values: Mapping[str, float]
@@ -160,6 +162,8 @@ _IS_OPEN: Final = "breaker_open_"
 
 @dataclass(frozen=True, slots=True)
 class TopRow:
+    """One replica or node agent."""
+
     name: str
     state: str
     """``up``, ``down``, ``new`` (scraped once so far), ``restarted``, or not one of this kind."""
@@ -171,6 +175,8 @@ class TopRow:
 
 @dataclass(frozen=True, slots=True)
 class StoredTotals:
+    """What is stored, according to the index."""
+
     nbytes: int
     payloads: int
     namespaces: int
@@ -178,6 +184,8 @@ class StoredTotals:
 
 @dataclass(frozen=True, slots=True)
 class TopView:
+    """Everything shown at one moment."""
+
     rows: tuple[TopRow, ...]
     total: Mapping[str, float]
     """Sums over the replicas."""

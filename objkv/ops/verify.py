@@ -70,6 +70,8 @@ _RECENT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Checked:
+    """The result of checking one payload."""
+
     verdict: Verdict
     nbytes: int
     detail: str = ""

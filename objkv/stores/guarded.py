@@ -65,6 +65,8 @@ class GuardedValues(Guarded[S]):
 
 
 class GuardedStore(GuardedValues[PruneStore]):
+    """A store behind a guard."""
+
     scan = guarded_scan
     folders = guarded("folders")
 

@@ -80,6 +80,8 @@ class GetRequest:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
+    """An answer to the request with this number."""
+
     number: int
     nbytes: int | None
     """How many leading bytes of the channel's memory are valid. None without a value."""
@@ -137,6 +139,7 @@ def _get(
 
 
 def failed(number: int, error: Exception) -> Answer:
+    """Return the answer for an exception of a store."""
     kinds = [_ERRORS.index(kind) for kind in type(error).__mro__ if kind in _ERRORS]
     text = str(error) if kinds else f"{type(error).__name__}: {error}"
     text = text.encode(errors="replace").decode()[:_TEXT_CHARS_MAX]

@@ -17,6 +17,7 @@ tiny model, and measures nothing. Exit status: 0 if every stage ended well.
 import argparse
 import json
 import shutil
+import signal
 import sys
 import tempfile
 from dataclasses import asdict
@@ -69,6 +70,7 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true", help="a tiny model, with vLLM for the CPU")
     options = parser.parse_args()
     names = options.stages.split(",")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # no payloads stay in memory
     if unknown := set(names) - set(STAGES):
         parser.error(f"no such stage: {', '.join(sorted(unknown))}")
     lengths, good = tuple(map(int, options.lengths.split(","))), True

@@ -190,7 +190,8 @@ class SqliteFile:
 
     @contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
-        """Borrow a connection. A missing file reads as empty, and is not created."""
+        """Borrow a connection. Each statement sees one state of the file. A missing one reads as
+        empty, and is not created."""
         if os.path.lexists(self.path):
             with self._borrow() as connection:
                 yield connection

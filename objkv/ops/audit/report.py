@@ -52,6 +52,8 @@ class AuditTotals(StoredAudit):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamespaceAudit(StoredAudit):
+    """One namespace."""
+
     namespace: str
     model: str | None
     """None, like the other values of the identity document, if that is unreadable."""
@@ -87,7 +89,8 @@ JSON_FORMAT: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class CostAudit:
-    """Monthly cost of storing what is stored now, in US dollars, without requests."""
+    """Monthly cost of storing what is stored now, in US dollars, without requests, which
+    ``objkv size`` estimates."""
 
     prices: Prices
     month: float

@@ -47,6 +47,8 @@ _DEADLINE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Effort:
+    """How much is measured."""
+
     calls: int
     rounds: int
     at_once: tuple[int, ...]
@@ -62,6 +64,8 @@ QUICK = Effort(calls=5, rounds=1, at_once=(1, 4), bulk=PAYLOAD_256_KIB)
 
 @dataclass(frozen=True, slots=True)
 class BenchRow:
+    """One measurement."""
+
     name: str
     unit: str
     """``ms``, or ``MB/s`` (1e6 bytes)."""
@@ -203,17 +207,20 @@ def _slab(sample: PayloadSample) -> memoryview:
 
 
 def seconds(work: Callable[[], object]) -> float:
+    """Return how long ``work`` takes."""
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
 
 
 def latency(name: str, took: Sequence[float]) -> BenchRow:
+    """Return a row of durations."""
     p50, p95, p99 = (1e3 * percentile(took, share) for share in (0.50, 0.95, 0.99))
     return BenchRow(name, "ms", p50, p95, p99)
 
 
 def throughput(name: str, nbytes: int, took: Sequence[float]) -> BenchRow:
+    """Return a row of moving ``nbytes`` in each of these durations."""
     return BenchRow(name, "MB/s", nbytes / percentile(took, 0.5) / 1e6)
 
 

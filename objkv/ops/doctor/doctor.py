@@ -55,6 +55,8 @@ class SettingReport:
 
 @dataclass(frozen=True, slots=True)
 class DoctorReport:
+    """The report of ``objkv doctor``."""
+
     verdict: Verdict
     """The worst of all checks: unreachable, denied, full, failed, warnings, ok."""
     summary: str
@@ -106,6 +108,7 @@ def examine(resolved: Resolved, openers: Openers) -> DoctorReport:
 
 
 def verdict(checks: list[Check]) -> Verdict:
+    """The worst of all checks."""
     found = {check.status for check in checks}
     fine: Verdict = "warnings" if "warning" in found else "ok"
     return next((status for status in BAD if status in found), fine)

@@ -45,6 +45,8 @@ BAD: tuple[Bad, ...] = get_args(Bad)
 
 @dataclass(frozen=True, slots=True)
 class Check:
+    """The result of one check."""
+
     area: Area
     name: str
     status: Status

@@ -94,6 +94,7 @@ _AS_SWEEPER: Final = "run objkv doctor as the role sweeper, whose ACL has INFO a
 
 
 def check_server(facts: ServerFacts) -> list[Check]:
+    """Return one check for each fact."""
     return [_version(facts), _memory(facts), _clock(facts)]
 
 

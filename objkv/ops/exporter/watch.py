@@ -55,12 +55,16 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class StoredUsage:
+    """The totals of all namespaces from the index."""
+
     usage: tuple[Usage, ...]
     read_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Scan:
+    """A complete scan."""
+
     namespaces: Sequence[NamespaceSummary]
     findings: NamespaceFindings
     ended_s: float
@@ -95,7 +99,7 @@ class _Rounds:
             try:
                 work()
             except Exception:  # a bug; without this thread the last result would never change
-                logger.exception("round failed unexpectedly")
+                logger.exception("failed unexpectedly thread=%s", threading.current_thread().name)
             self._stopping.wait(self._every_s)
 
     def stop(self) -> None:
@@ -121,7 +125,8 @@ class BackendsWatch(_Rounds):
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``grace_s``: younger payloads are no orphans, as writers publish the record last."""
+        """``usage``: None if reading totals would list the whole store. ``late_s``: a backend whose
+        check takes longer is reported as down."""
         super().__init__(every_s)
         self._checks, self._documents = checks, documents
         self._usage, self._facts = usage, facts

@@ -136,6 +136,8 @@ def doubted(doubts: Collection[Doubt], scope: WalkScope) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class FindingCount:
+    """The findings of one kind."""
+
     kind: FindingKind
     count: int
     nbytes: int

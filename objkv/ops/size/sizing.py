@@ -31,6 +31,8 @@ _EVEN = 1.5
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
+    """The dimensions of a model's KV cache."""
+
     name: str
     layers: tuple[CacheLayer, ...]
     """In forward order; each ``divisible``."""
@@ -79,6 +81,8 @@ def read_model(folder: Path, kv_dtype: str | None = None) -> ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class Preset:
+    """One published model."""
+
     layers: int
     kv_heads: int
     """1 for MLA."""
@@ -175,6 +179,8 @@ class ChunkSizing:
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
+    """The resources that the fleet needs."""
+
     model: str
     source: str
     kv_dtype: str

@@ -25,6 +25,8 @@ CATEGORIES: tuple[Category, ...] = get_args(Category)
 
 @dataclass(frozen=True, slots=True)
 class SweepLimits:
+    """The limits of a sweep."""
+
     apply: bool
     """False: count everything, remove nothing."""
     grace_s: float

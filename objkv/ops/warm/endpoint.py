@@ -48,6 +48,8 @@ class EndpointError(ObjkvError):
 
 @dataclass(slots=True)
 class EndpointReport:
+    """The totals of one endpoint."""
+
     name: str
     answered: int = 0
     errors: int = 0

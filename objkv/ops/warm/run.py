@@ -47,6 +47,8 @@ NAMED_MAX = 1000
 
 @dataclass(frozen=True, slots=True)
 class WarmLimits:
+    """Limits of attempts and times."""
+
     attempts_max: int = 4
     """Attempts per prompt, not counting busy answers."""
     busy_max: int = 100
@@ -61,6 +63,8 @@ class WarmLimits:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
+    """A prompt that is not stored."""
+
     name: str
     why: str
 
@@ -121,6 +125,8 @@ class WarmReport:
 
 @dataclass(slots=True, eq=False)
 class Task:
+    """A prompt that is not stored."""
+
     name: str
     tokens: "array[int]"
     salt: str | None
@@ -195,6 +201,8 @@ class TaskQueue:
 
 @dataclass(frozen=True, slots=True)
 class WarmJob:
+    """What a run works with."""
+
     view: BackendsView
     endpoints: Sequence[Endpoint] = ()
     identity: Identity | None = None

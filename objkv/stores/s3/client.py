@@ -42,7 +42,8 @@ ATTEMPTS = 4
 ATTEMPT_SHARE = 0.9 / ATTEMPTS
 """Share of a call's time that an attempt may take. The rest is for the pauses between attempts."""
 _PAUSE_S, _BUSY_PAUSE_S = 0.05, 1.0
-"""The longest pause before the third attempt, as the client's. It then doubles."""
+"""The longest pause before the third attempt, as the client's: it then doubles. The second does
+not wait."""
 _COST, _BUSY_COST = 14, 5
 """What a repetition takes of the quota, as the client's."""
 _LAST_S: ContextVar[float] = ContextVar("last_s", default=math.inf)

@@ -81,6 +81,7 @@ def asks_for_later(exc: ClientError) -> bool:
 
 
 def is_busy(exc: ClientError) -> bool:
+    """Whether the server has too much to do."""
     status, code = error_code(exc)
     return status in (429, 503) or code in _BUSY
 
