@@ -160,7 +160,8 @@ class DiskFolder:
             os.unlink(name, dir_fd=self._fd)
 
     def __del__(self) -> None:
-        """Close the folder. ``close`` cannot: a thread that hangs may still use the descriptor."""
+        """Close the folder. Not in ``close``: a thread may hang in a call, and the descriptor's
+        number must not name another folder then."""
         with suppress(AttributeError, OSError):
             os.close(self._fd)
 

@@ -132,8 +132,9 @@ class HeldBackPayloads:
         return {path: _line(one) for path, one in found if self._disk.size_of(path) is not None}
 
     def seen_again(self, path: str) -> bool:
-        """A held-back payload was read or made again: it becomes due, with those before it in its
-        prompt, without which none finds it. Returns whether it is: not soon after a failed save."""
+        """A held-back payload was read or made again: it becomes due, and those before it in its
+        prompt, without which no other node finds it. Returns whether it is due: not soon after a
+        failed save."""
         if path not in self._by_path:
             return False
         due: list[Claim] = []

@@ -120,7 +120,8 @@ class AgentSaves:
     ) -> None:
         """``connect``: returns a new connection that has the outbox with the given descriptor, or
         raises ``ObjkvError``. ``outbox``: this object closes it. ``memory``: the outbox, as this
-        process has mapped it. ``accepted``: called for each payload that the agent saves."""
+        process has mapped it. ``accepted``: called for each payload that the agent saves and
+        does not hold back."""
         self._connect, self._outbox, self._clock = connect, outbox, clock
         self._accepted, self._memory = accepted, memory
         self.in_flight = InFlightSaves()

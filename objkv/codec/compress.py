@@ -140,8 +140,9 @@ def _compress_blosc(way: _Shuffled, pages: memoryview, item_bytes: int) -> bytes
 
 
 def _check_blosc_header(way: _Shuffled, frame: memoryview, nbytes: int) -> None:
-    """Refuse what objkv's encoder would not write: blosc2 writes as many bytes as a chunk's own
-    header claims, whatever the buffer's length, and loads plugins for unknown filters."""
+    """Refuse every chunk that objkv's encoder would not write: blosc2 writes as many bytes as the
+    chunk's own header claims, whatever the buffer's length, and loads plugins for unknown filters
+    and codecs."""
     if len(frame) < _BLOSC_HEADER_BYTES:
         raise PayloadError(f"blosc: the frame has only {len(frame)} bytes")
     header = bytes(frame[:_BLOSC_HEADER_BYTES])

@@ -67,9 +67,10 @@ def evict_failed(
 
 def free_failed(manager: "KVCacheManager", requests: Iterable["Request"]) -> None:
     """Free the blocks of requests whose whole load failed, and ended on all workers. vLLM frees
-    them only when it schedules each again. The first may need more blocks than are free, because it
-    computes tokens that a window could skip, and would wait for ever for those behind it. Freeing
-    twice is harmless. Source: vLLM 0.31-0.33, ``_update_waiting_for_remote_kv``."""
+    them too, but only when it schedules each request again. The first may need more blocks than are
+    free, because it computes tokens whose load a window could skip, and would wait for ever for
+    those behind it. Freeing twice is harmless. Source: vLLM 0.31-0.33, ``schedule`` and
+    ``_update_waiting_for_remote_kv`` in ``v1/core/sched/scheduler.py``."""
     for request in requests:
         # vLLM itself frees aborted requests, and requests that the failed load has ended.
         waits = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS

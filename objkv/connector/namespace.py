@@ -18,7 +18,7 @@ IdentityT = TypeVar("IdentityT", bound=NamespaceIdentity)
 class ReplicaNamespace(Generic[IdentityT]):
     """The namespace of new requests' chunks. For the scheduler's thread only. Never waits."""
 
-    closed: ClassVar = "cache not reset, blocks in use: loading and saving nothing until it is"
+    closed_text: ClassVar = "cache not reset, blocks in use: loading and saving nothing until it is"
     """What is logged when it is left while requests hold blocks."""
 
     def __init__(
@@ -42,7 +42,8 @@ class ReplicaNamespace(Generic[IdentityT]):
 
     def announce(self) -> None:
         """Log the identity document, which ``objkv diff`` reads from any replica's log, and store
-        it in the background, once. A replica that only loads may lack the rights to store it."""
+        it in the background, unless that was done or has begun. A replica that only loads may lack
+        the rights to store it."""
         name = self.name
         if name != self._logged:
             self._logged = name
@@ -64,14 +65,18 @@ class ReplicaNamespace(Generic[IdentityT]):
             self._storing = False
 
     def renew(self, *, clean: bool) -> bool:
-        """Leave the namespace because weights may have changed. True if there is a new one, which
-        has a random number: a counter would not identify the weights. Sharing resumes when the
-        operator sets ``weights_epoch``, or after a restart with the new weights on disk. ``clean``:
-        whether vLLM dropped its own prefix cache. If not, requests may still hit blocks of the old
-        weights, so nothing is loaded or saved until a clean renewal."""
+        """Leave the namespace because weights may have changed. True if there is a new namespace.
+
+        It contains a random number, so it is private to this replica: a counter would not identify
+        the weights. Sharing resumes when the operator sets ``weights_epoch``, or after a restart
+        with the new weights on disk.
+
+        ``clean``: whether vLLM dropped every block of its own prefix cache. If not, requests may
+        still hit blocks of the old weights, so nothing is loaded or saved until a clean renewal.
+        """
         self.open = clean
         if not clean:
-            logger.warning(self.closed)
+            logger.warning(self.closed_text)
             return False
         extra = {**dict(self.identity.extra), "reset": secrets.token_hex(8)}
         self.identity = replace(

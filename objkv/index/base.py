@@ -198,8 +198,9 @@ class WriteIndex(ReadIndex, Protocol):
 
     def record_sightings(self, names: Sequence[str], *, ttl_s: int) -> list[bool]:
         """Record that payloads were made, and return for each whether that was recorded before, at
-        most ``ttl_s`` seconds ago; False if the index keeps none. Nothing is stored, found or
-        counted by it. Takes one pipelined round trip (one per node on a cluster)."""
+        most ``ttl_s`` seconds ago. This is no record: nothing is stored, found or counted by it.
+        Takes one pipelined round trip (one per node on a cluster). An index that keeps no sightings
+        returns False for all."""
 
 
 class PruneIndex(WriteIndex, Protocol):

@@ -162,5 +162,6 @@ def canonical_json(document: Any) -> bytes:
 
 
 def identity_path(namespace: str) -> str:
-    """Return the path of the document in the bulk store, for audits."""
+    """Return the path of the document in the bulk store, by which an audit explains why two
+    replicas do not share."""
     return f"{namespace}/identity.json"

@@ -32,8 +32,9 @@ class TokenPart:
         return f"_T{self.rank}of{self.size}{interleave}"
 
     def sources(self, other: "TokenPart") -> "tuple[TokenPart, ...]":
-        """Return the parts of the division of ``other`` that together have these tokens. Empty
-        unless both deal out single tokens, and one size is a multiple of the other."""
+        """Return the parts of the division of ``other`` that together have these tokens. Empty if
+        they cannot be combined: both divisions must deal out single tokens, and one size must be a
+        multiple of the other."""
         size = other.size
         if (size, other.interleave) == (self.size, self.interleave):
             return (self,)
@@ -121,7 +122,8 @@ class Topology:
 
     tp_size: int
     heads: int
-    """KV heads over all TP ranks; 1 for MLA, whose latent cannot be split."""
+    """KV heads over all TP ranks; 1 for MLA, whatever the model's configuration states, because its
+    latent cannot be split."""
     layers: tuple[int, ...]
     """How many of the group's layers each PP rank has, in forward order."""
     dcp_size: int = 1

@@ -108,7 +108,8 @@ def _copy_pages(
     staged: tl.tensor, addresses: tl.tensor, ids: tl.tensor, numbers: tl.tuple, form: tl.constexpr
 ) -> None:
     """Copy between blocks of a cache and staging memory. Grid: ``[ids * tiles, layers]``.
-    ``addresses``: of each layer's block 0. ``numbers``: a ``_Frame``. Offsets can exceed 2^31."""
+    ``addresses``: of each layer's block 0. ``numbers``: see ``_Frame``. Offsets are int64, because
+    both can exceed 2^31 words."""
     blocks = (numbers.blocks - 3) // 2
     first_block = (numbers.first_block - 3) // 2
     taken = (numbers.taken - 3) // 2

@@ -329,8 +329,9 @@ class Lane:
 def _moves(
     memory: memoryview, starts: Ints, layers: PagedLayers, ids: Ints, recast: Recast | None = None
 ) -> Iterator[tuple[Pages, Pages]]:
-    """Yield views of consecutive blocks of some layers, and of their pages in ``memory``, or a copy
-    if ``recast`` needs one, ``[layers, blocks, heads, block_size, content]``."""
+    """Yield views of consecutive blocks of some layers, and of their pages in ``memory``, which
+    may be a copy if ``recast`` needs one, ``[layers, blocks, heads, block_size, content]``.
+    ``starts`` and ``ids``: see ``Lane.scatter``."""
     count = ids.shape[1]
     firsts = run_starts(ids)
     lengths = np.diff(firsts, append=ids.size).tolist()

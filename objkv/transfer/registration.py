@@ -80,7 +80,8 @@ class RegistrationWindows:
         return found
 
     def close(self, then: Callable[[], None]) -> None:
-        """Unlock all in the background, then call ``then``, which may unmap. Never waits."""
+        """Unlock all windows in the background, then call ``then``, which may remove the mapping.
+        Never waits. Called once."""
         with self._changed:
             self._end = then
             self._changed.notify_all()

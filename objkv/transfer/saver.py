@@ -83,9 +83,11 @@ class _Step:
     is_submitted: bool = False
     """Whether no copy will be submitted of what is handed over. ``Saver._changed`` guards it."""
     is_dropped: bool = False
-    """Whether nothing is handed over, because a fence did not wait. Then it counts as submitted."""
+    """Whether nothing is handed over, because a fence waited in vain. Then it counts as submitted:
+    its blocks may change, even while its copies are."""
     mark: Mark | None = None
-    """The end of the copies, None if there are none, or they do not matter any more."""
+    """The end of the copies. None until then, if there are none, or if nothing shows it: after the
+    device failed, they may still write to their slabs."""
     chunks: list[_SavedChunk] = field(default_factory=list)
     """What is handed over once ``mark`` is done."""
 

@@ -157,7 +157,8 @@ class EncoderWorkerSide:
                 cache[identifier] = tensor
 
     def save(self, plan: EncoderPlan, cache: EncoderCache, identifier: str) -> None:
-        """Save an output that was just encoded, in the background, if the plan contains it."""
+        """Save an output that was just encoded, in the background, if the plan contains it. If too
+        many wait, it is dropped and counted."""
         save = plan.saves.get(identifier)
         if save is None or self.writer is None:
             return

@@ -226,8 +226,9 @@ def save_moves(
     is_stored: Callable[[int, int], bool] = lambda chunk, group: False,
     again: frozenset[int] = frozenset(),
 ) -> list[SaveMove]:
-    """Return moves that save whole chunks, but not groups that their blocks lack, or for which
-    ``is_stored(chunk, group)``. ``chain`` has ``digests`` and reaches the last of ``chunks``."""
+    """Return moves that save whole chunks, except groups that their blocks do not contain, or for
+    which ``is_stored(chunk, group)``. ``again``: see ``SaveMove.again``. ``chain`` must have
+    ``digests`` and reach the last of ``chunks``."""
     size = geometry.chunk_tokens
     moves = []
     for chunk in chunks:

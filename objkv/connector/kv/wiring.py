@@ -249,7 +249,8 @@ def plan_pools(
     config: Config, groups: Mapping[int, PagedGroup], chunk_tokens: int, rank: Rank
 ) -> Pools:
     """Divide the pinned memory: a few slabs for loads by a device, the rest for saves, which should
-    have slabs for two full steps. Raises ``ConfigError`` if there is not one of each."""
+    have slabs for two full steps: one that is being copied, and one that is being handed over.
+    Raises ``ConfigError`` if there is not enough for one of each."""
     # Includes room for token ids, which payloads of other replicas may contain.
     each = groups.values()
     slab_bytes = max((payload_bytes_max(g.layers, tokens=chunk_tokens) for g in each), default=0)

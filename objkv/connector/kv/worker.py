@@ -64,7 +64,8 @@ class WorkerSide:
         tracing: Tracing,
         accepted: deque[ChunkKey] | None = None,
     ) -> None:
-        """``target``: of ``saver``. ``accepted``: payloads that the agent saves, to be reported."""
+        """``target``: of ``saver``. ``accepted``: payloads that the agent saves and does
+        not hold back, to be reported."""
         self._config, self._rank, self._tracing, self._groups = config, rank, tracing, groups
         self.loader, self.saver, self._target = loader, saver, target
         self._layers = {

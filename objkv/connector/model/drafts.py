@@ -1,11 +1,15 @@
 """Draft models of speculative decoding: which layers are theirs, and what their KV depends on.
-Their layers share vLLM's groups and blocks with the target's. objkv stores them in groups of their
-own, so that replicas with and without the draft share the target's KV. A block's hash covers the
-tokens of the block. The KV of a draft that continues the target's hidden states (EAGLE, MTP and
-similar) also depends on the next token. objkv therefore stores the blocks of such a draft with the
-chunk that starts one block later: each payload then depends only on tokens that its hash covers.
-vLLM leaves out the last matched block for the same reason. Source: vLLM 0.31-0.33,
-``drop_eagle_block`` in ``v1/core/single_type_kv_cache_manager.py``."""
+
+The layers of a draft share vLLM's groups and blocks with those of the target. objkv stores them in
+groups of their own, so that replicas with and without the draft share the target's KV.
+
+A block's hash covers the tokens of the block. The KV of a draft that continues the target's hidden
+states (EAGLE, MTP and similar) also depends on the next token, so the last slot of a block is not
+determined by its hash. objkv therefore stores the blocks of such a draft with the chunk that starts
+one block later: each payload then depends only on tokens that its hash covers. vLLM leaves out the
+last matched block for the same reason. Source: vLLM 0.31-0.33, ``use_eagle`` in
+``config/speculative.py``, ``drop_eagle_block`` in ``v1/core/single_type_kv_cache_manager.py``.
+"""
 
 import hashlib
 import re
@@ -57,7 +61,8 @@ class Draft:
 
     def number(self, groups: Sequence[GroupIdentity]) -> int:
         """Return the number of its first group: a hash, so that different drafts of one target have
-        different fields in shared records. Two with one number would propose worse tokens."""
+        different fields in the records that they share. Two with the same number would propose
+        worse tokens, but the target decides on each."""
         shapes = [{k: v for k, v in asdict(group).items() if v is not None} for group in groups]
         # Everything that determines the draft's KV, other than the target's identity.
         document = {

@@ -336,9 +336,11 @@ _FP8 = {"fp8": "F8_E4M3", "fp8_e4m3": "F8_E4M3", "fp8_e5m2": "F8_E5M2"}
 def read_quantised(
     vllm_config: "VllmConfig", kv_caches: Mapping[str, torch.Tensor]
 ) -> dict[str, Quantised]:
-    """Return the element format and the scales of K and V of quantised KV caches, by layer, which
-    vLLM registers as plain bytes. Raises ``ConfigError`` unless each has one scale. Only a worker
-    can read them, once the weights are loaded. Source: vLLM 0.31-0.33, ``kv_cache.py``."""
+    """Return the element format and the scales of K and V of quantised KV caches, by layer. Raises
+    ``ConfigError`` unless there is one scale for K and one for V. vLLM registers such caches as
+    plain bytes. It keeps the scales in each layer, where only a worker can read them, once the
+    weights are loaded: the checkpoint's scales, or 1.0. Source: vLLM 0.31-0.33,
+    ``process_weights_after_loading`` in ``model_executor/layers/quantization/kv_cache.py``."""
     layers = vllm_config.compilation_config.static_forward_context
     found = {}
     for name, cache in kv_caches.items():

@@ -1,8 +1,10 @@
 """Jobs and lookups of a secondary tier. A job has many rows of vLLM's memory, which the node's
-agent loads or saves. A row has one chunk's bytes of all ranks and layers, in vLLM's own order: the
-single frame of a payload, named by vLLM's key and verified before the copy. vLLM's memory is
-touched only under ``TierJobs.copying``, and not after the job has ended, which it can at any
-time."""
+agent loads or saves. A row contains one chunk's bytes of all ranks and layers, in vLLM's own order.
+It is the single frame of a payload, which is named by vLLM's key and verified before the copy.
+
+vLLM's memory is touched only under ``TierJobs.copying``, and not after the job has ended. A job can
+therefore be ended at once, whatever its rows wait for.
+"""
 
 import hashlib
 import logging
@@ -103,7 +105,8 @@ class Job:
 
 
 class TierJobs:
-    """The jobs of one direction. For the scheduler's thread; threads that copy use its rows."""
+    """The jobs of one direction. The scheduler's thread calls all methods but ``end``; threads that
+    copy also settle rows, and use ``copying``, ``rows`` and ``recorder``."""
 
     def __init__(
         self,
@@ -223,7 +226,7 @@ class JobRow(PayloadTransfer):
             np.copyto(np.frombuffer(pages, np.uint8), self.jobs.rows.view(self.row))
 
     def settle(self, *, done: bool, noted: bool = False) -> None:
-        """It has ended. No effect after its job has."""
+        """It has ended. Thread-safe. No effect after its job has."""
         job = self.job
         with self.jobs.changed:
             if not job.open:

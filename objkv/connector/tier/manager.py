@@ -4,7 +4,7 @@ raises; it and ``shutdown`` wait for the agent. Read against vLLM 0.32-0.33, ``v
 
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -58,14 +58,21 @@ logger = logging.getLogger(__name__)
 class TierNamespace(ReplicaNamespace[TierIdentity]):
     """Begins with the first request, and excludes requests from before a renewal."""
 
-    closed = (
+    closed_text = (
         "the tier stops loads and saves until vLLM's caches are reset while no request holds a "
         "block: call reset_prefix_cache(reset_running_requests=True, reset_connector=True)"
     )
 
-    def __init__(self, *given: Any, writes: bool) -> None:
+    def __init__(
+        self,
+        identity: TierIdentity,
+        bulk: WriteStore,
+        submit: Callable[[Callable[[], Steps[None] | None]], bool],
+        *,
+        writes: bool,
+    ) -> None:
         """See the base class."""
-        super().__init__(*given, writes=writes)
+        super().__init__(identity, bulk, submit, writes=writes)
         self._live: dict[str, bool] = {}
         """Whether a request began after the last renewal."""
 
@@ -119,7 +126,8 @@ class ObjKVTier(SecondaryTierManager):
         backpressure_detector: Any = None,
         **options: Any,
     ) -> None:
-        """``primary_kv_view``: vLLM's memory, ``[rows, row_bytes]``, C-contiguous, of bytes."""
+        """``primary_kv_view``: vLLM's memory, ``[rows, row_bytes]``, C-contiguous, one-byte
+        elements. Only rows of a load in progress are written."""
         super().__init__(
             offloading_spec, primary_kv_view, tier_type, backpressure_detector=backpressure_detector
         )

@@ -173,9 +173,9 @@ _MEANINGS: dict[int, tuple[type[StoreError], str]] = {
 
 
 class SqliteFile:
-    """Connections to one file, one per call in flight, kept for reuse. Safe across ``fork``.
-    Creates nothing before the first write. ``busy_ms`` bounds how long a call waits for another
-    writer."""
+    """Connections to one file: one per call in flight, kept for reuse. Safe across ``fork``. Opens
+    nothing before the first call, and creates nothing before the first write. ``busy_ms`` bounds
+    how long a call waits for another writer."""
 
     def __init__(self, path: Path, *, busy_ms: int) -> None:
         self.path = path
