@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import objkv
 from objkv.stores.base import Buffer
-from tests.support.waiting import wait_until
+from tests.support.waiting import SERVER_PAUSE_S, wait_for, wait_until
 
 if TYPE_CHECKING:
     from tests.support.nursery import Fork
@@ -137,13 +137,13 @@ def exit_status(process: "subprocess.Popen[bytes] | Fork", log_file: Path) -> in
     that it waited for. Otherwise vLLM hung, which is not ours to mend: a warning, and None.
     """
     leader = process.pid
-    try:
+    with contextlib.suppress(subprocess.TimeoutExpired):
         status = process.wait(END_S)
-        over = f"all of session {leader} to end"
-        wait_until(lambda: not session_processes(leader), over, bound_s=ORPHANS_S)
-        return status
-    except (subprocess.TimeoutExpired, TimeoutError):
-        said = log_file.read_text(errors="replace")[-4000:]
+        if wait_for(
+            lambda: not session_processes(leader), bound_s=ORPHANS_S, pause_s=SERVER_PAUSE_S
+        ):
+            return status
+    said = log_file.read_text(errors="replace")[-4000:]
     stacks = []
     # Children first: some end with their parents, unread.
     for pid in sorted(session_processes(leader), reverse=True):

@@ -29,7 +29,7 @@ from tests.engine.endings import (
 from tests.engine.harness import environment, nursery
 from tests.engine.job import Prompt
 from tests.support.servers.redis import free_port
-from tests.support.waiting import wait_until
+from tests.support.waiting import wait_for_server
 
 READY_S = 600.0
 """On a busy machine."""
@@ -108,7 +108,7 @@ class Server:
         return self.log_file.read_text(errors="replace")
 
     def wait_until_ready(self) -> None:
-        """Wait until it serves. Raises TimeoutError, or RuntimeError if it ended by itself."""
+        """Wait until it serves. Raises AssertionError, or RuntimeError if it ended by itself."""
 
         def is_ready() -> bool:
             if self._process.poll() is not None:
@@ -119,7 +119,7 @@ class Server:
             except OSError:  # refused, late, not ready: it may pass
                 return False
 
-        wait_until(is_ready, f"{self.url} to serve, see {self.log_file}", bound_s=READY_S)
+        wait_for_server(is_ready, f"{self.url} to serve, see {self.log_file}", bound_s=READY_S)
 
     def complete(self, prompt: Prompt, **headers: str) -> Answer:
         asked: dict[str, Any] = {
@@ -156,7 +156,7 @@ class Server:
     def tell_to_end(self) -> None:
         """As Kubernetes does. Returns when its engine has heard of it."""
         os.kill(self._process.pid, signal.SIGTERM)
-        wait_until(
+        wait_for_server(
             EngineTold(self.log_file), f"the engine to be told, see {self.log_file}", bound_s=END_S
         )
 

@@ -14,7 +14,7 @@ import pytest
 from objkv.ops.gpu_check import GpuCase, GpuCheck
 from tests.engine.harness import VLLM_CACHE, run_program
 from tests.support.agents import agent_folder
-from tests.support.waiting import wait_until
+from tests.support.waiting import wait_for_server
 
 pytestmark = pytest.mark.slow
 COMMAND = (sys.executable, "-c", "from objkv.cli.app import main; main()")
@@ -53,14 +53,16 @@ def test_interrupting_it_leaves_no_replica_behind(tmp_path: Path, number: signal
         stderr=subprocess.DEVNULL,
     ) as process:
         try:
-            wait_until(lambda: process.poll() is not None or _running(models), PATIENCE_S)
+            wait_for_server(
+                lambda: process.poll() is not None or _running(models), bound_s=PATIENCE_S
+            )
             assert process.poll() is None
             process.send_signal(number)
             assert process.wait(PATIENCE_S) == 128 + number
         finally:
             process.kill()
     # One that was just being started is ended by the system, which takes its moment.
-    wait_until(lambda: not _running(models), PATIENCE_S)
+    wait_for_server(lambda: not _running(models), bound_s=PATIENCE_S)
 
 
 def _running(models: Path) -> bool:

@@ -16,7 +16,7 @@ from tests.engine.job import Job, Prompt, generate, prompt_of
 from tests.engine.servers import PATIENT, Answer, Server
 from tests.support.agents import AgentProcess
 from tests.support.servers.redis import RedisServer, valkey_server
-from tests.support.waiting import wait_until
+from tests.support.waiting import wait_for_server
 
 pytestmark = pytest.mark.slow
 SHARED, LAST = (prompt_of(600, seed=seed) for seed in range(2))
@@ -69,7 +69,9 @@ def chunks_indexed(valkey: RedisServer, server: Server, prompt: Prompt) -> int:
 
 def wait_until_indexed(valkey: RedisServer, server: Server, prompt: Prompt) -> None:
     all_chunks = LOADED // CHUNK
-    wait_until(lambda: chunks_indexed(valkey, server, prompt) == all_chunks, "the prompt's records")
+    wait_for_server(
+        lambda: chunks_indexed(valkey, server, prompt) == all_chunks, "the prompt's records"
+    )
 
 
 def traced_at(collector: Collector) -> dict[str, str]:
@@ -141,7 +143,7 @@ def check_spans(collector: Collector) -> None:
         return [span["name"] for span in collector.spans() if span["trace"] == TRACE]
 
     wanted = {"llm_request", "objkv.lookup", "objkv.load"}
-    wait_until(lambda: wanted <= set(names()), "the spans of the load", bound_s=TRACES_S)
+    wait_for_server(lambda: wanted <= set(names()), "the spans of the load", bound_s=TRACES_S)
     spans = [span for span in collector.spans() if span["trace"] == TRACE]
     assert not [span for span in spans if span["failed"]]
     assert [names().count(name) for name in wanted] == [1, 1, 1]

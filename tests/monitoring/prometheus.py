@@ -20,7 +20,7 @@ import yaml
 from tests.support.needs import need
 from tests.support.servers.ports import free_port
 from tests.support.servers.process import Daemon
-from tests.support.waiting import wait_until
+from tests.support.waiting import wait_for_server
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "monitoring"
 START_S = 120.0
@@ -86,7 +86,7 @@ def prometheus(
             except OSError:
                 return False
 
-        wait_until(is_ready, "Prometheus", bound_s=START_S)
+        wait_for_server(is_ready, "Prometheus", bound_s=START_S)
         yield server
     finally:
         daemon.kill()

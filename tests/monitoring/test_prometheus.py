@@ -28,7 +28,7 @@ from scripts.checks.docs import anchors
 from tests.monitoring.prometheus import EXAMPLE, Prometheus, need_prometheus, prometheus, serving
 from tests.support.samples import IDENTITY, NAMESPACE, save, save_identity
 from tests.support.servers.redis import valkey_server
-from tests.support.waiting import wait_until
+from tests.support.waiting import wait_for_server
 
 pytestmark = pytest.mark.slow
 ANSWERS_S = 180.0
@@ -131,12 +131,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
             with serving(pages_of_a_replica()) as replica, serving(pages_of_an_agent()) as agent:
                 targets = {"vllm": [replica], "objkv": [address], "objkv-agent": [agent]}
                 with prometheus(folder / "prometheus", targets) as started:
-                    wait_until(
+                    wait_for_server(
                         lambda: all(started.scraped(job, 3) for job in targets),
                         "scrapes",
                         bound_s=ANSWERS_S,
                     )
-                    wait_until(
+                    wait_for_server(
                         lambda: bool(started.query("objkv_scan_payloads")),
                         "a scan",
                         bound_s=ANSWERS_S,

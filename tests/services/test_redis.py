@@ -32,7 +32,7 @@ from tests.support.servers.fixtures import PATIENT, flushed
 from tests.support.servers.redis import START_S, RedisServer
 from tests.support.servers.redis_groups import ServerGroup
 from tests.support.servers.round_trips import RoundTrips
-from tests.support.waiting import wait_until
+from tests.support.waiting import wait_for_server
 
 pytestmark = pytest.mark.slow
 
@@ -203,17 +203,17 @@ def outlives_a_primary(group: ServerGroup) -> RedisIndex:
     """Records and values are there again once a replica has taken over."""
     index, store = index_at(group.url), store_at(group.url)
     # A node that a busy machine did not run for a moment may just be replaced.
-    wait_until(lambda: works(lambda: fill(index)), "the group to be written")
+    wait_for_server(lambda: works(lambda: fill(index)), "the group to be written")
     for number in range(20):
         store.put(f"k{number}", b"value")
     primary, replica = group.primaries[0].client(), group.replicas[0].client()
-    wait_until(lambda: replica.dbsize() == primary.dbsize(), "the replica to have everything")
+    wait_for_server(lambda: replica.dbsize() == primary.dbsize(), "the replica to have everything")
     assert sizes(index) == EXPECTED
     group.primaries[0].kill()
-    wait_until(lambda: works(lambda: sizes(index)), "the replica to take over")
+    wait_for_server(lambda: works(lambda: sizes(index)), "the replica to take over")
     assert sizes(index) == EXPECTED
     assert all(index.lookup(NAMESPACE, [prefix_hash(number) for number in EXPECTED]))
-    wait_until(lambda: works(lambda: fill(index)), "the replica to be written")
+    wait_for_server(lambda: works(lambda: fill(index)), "the replica to be written")
     buffer = memoryview(bytearray(5))
     for number in range(20):
         assert store.get_into(f"k{number}", buffer) == 5

@@ -19,7 +19,7 @@ import boto3
 
 from tests.support.servers.ports import free_port, is_accepting
 from tests.support.servers.process import Daemon
-from tests.support.waiting import wait_until
+from tests.support.waiting import wait_for_server
 
 START_S = 240.0
 """Bound of every wait for a daemon."""
@@ -28,7 +28,7 @@ _TRY_S = 60.0
 ACCESS_KEY = "test"
 SECRET_KEY = "testsecret"
 
-_until = partial(wait_until, bound_s=START_S)
+_until = partial(wait_for_server, bound_s=START_S)
 _PROGRAMS = ("radosgw", "radosgw-admin", "ceph", "ceph-mon", "ceph-osd", "monmaptool")
 _STARTS_MAX = 10
 
@@ -193,7 +193,7 @@ def _start_cluster(folder: Path, daemon: Callable[..., "_Daemon"]) -> None:
 class _Daemon(Daemon):
     """Is killed in the end: nothing is kept, and an orderly end takes seconds."""
 
-    starts_left = _STARTS_MAX
+    starts_left = _STARTS_MAX - 1
 
     def keep_running(self) -> None:
         """Start it again if it ended by itself; RuntimeError if it has done so too often."""

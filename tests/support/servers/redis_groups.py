@@ -10,7 +10,7 @@ import redis
 
 from tests.support.servers.ports import free_port
 from tests.support.servers.redis import RedisServer
-from tests.support.waiting import wait_until
+from tests.support.waiting import wait_for_server
 
 SERVICE = "objkv"
 _NODES = 6
@@ -87,7 +87,7 @@ def redis_sentinel(binary: str, folder: Path) -> Iterator[ServerGroup]:
     hosts = ",".join(f"127.0.0.1:{watcher.port}" for watcher in watchers)
     url = f"redis+sentinel://{hosts}/0?service={SERVICE}"
     with ServerGroup(url, [primary], [replica], watchers).running() as group:
-        wait_until(lambda: all(map(_agrees, watchers)), "the Sentinels to agree")
+        wait_for_server(lambda: all(map(_agrees, watchers)), "the Sentinels to agree")
         yield group
 
 
@@ -103,8 +103,10 @@ def _form(primaries: list[RedisServer], followers: list[RedisServer]) -> None:
         clients[0].execute_command("CLUSTER MEET", "127.0.0.1", server.port)
     ids = [client.execute_command("CLUSTER MYID") for client in clients[:count]]
     for i, client in enumerate(clients[count:]):
-        wait_until(lambda c=client, i=i: _follows(c, ids[i % count]), "nodes to meet")  # type: ignore[misc]
-    wait_until(lambda: all(_is_ready(client, len(servers)) for client in clients), "the cluster")
+        wait_for_server(lambda c=client, i=i: _follows(c, ids[i % count]), "nodes to meet")  # type: ignore[misc]
+    wait_for_server(
+        lambda: all(_is_ready(client, len(servers)) for client in clients), "the cluster"
+    )
 
 
 def _follows(client: Any, primary: bytes) -> bool:
