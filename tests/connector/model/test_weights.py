@@ -120,11 +120,13 @@ class World:
         (self.ada / "adapter_model.safetensors").write_bytes(b"ada")
 
     def ask(self, name: str, request: Any) -> bytes | None:
-        """The digest once it was looked for, None if there is none."""
+        """The digest once it was looked for, None if it is unknown."""
         assert self.known.digest(name, request) is None
         self.jobs.run()
         try:
-            return self.known.digest(name, request)
+            found = self.known.digest(name, request)
+            assert found is not None
+            return found
         except UnknownAdapterError:
             return None
 
