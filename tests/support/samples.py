@@ -70,11 +70,11 @@ def save(
     namespace: str = NAMESPACE,
     salt: str | None = None,
     size: int = CHUNK,
-    created_s: int = CREATED_S,
+    created_s: int | None = None,
     ttl_s: int = 3_600,
 ) -> list[ChunkKey]:
-    """Save every whole chunk of ``tokens``, each of ``size``; bulk first, then the record. A
-    payload has four bytes for each token, head and each of ``width``."""
+    """Save every whole chunk of ``tokens``, each of ``size``; bulk first, then the record, unless
+    another payload is there. One has four bytes for each token, head and each of ``width``."""
     hashes = prefix_hashes(namespace, tokens, size, PromptExtras(salt=salt))
     keys = []
     for number, prefix_hash in enumerate(hashes):
@@ -83,8 +83,8 @@ def save(
         for shard in shards:
             key = ChunkKey(namespace, prefix_hash, 0, shard)
             payload = payload_of(key, chunk, tokens, codec, width=width, created_s=created_s)
-            bulk.put_if_absent(key.path(), payload)
-            if index is not None:
+            is_stored = bulk.put_if_absent(key.path(), payload) or bulk.get(key.path()) == payload
+            if is_stored and index is not None:
                 index.publish(chunk, {key.field: shard_record(read_header(payload))}, ttl_s=ttl_s)
             keys.append(key)
     return keys
@@ -97,12 +97,13 @@ def payload_of(
     codec: str,
     *,
     width: int = 8,
-    created_s: int = CREATED_S,
+    created_s: int | None = None,
     seal: Seal | None = None,
     is_varied: bool = False,
 ) -> bytes:
     """A payload of ``chunk``, which ends in ``tokens``, in which everything is told truly. Its
-    pages are compressible, and depend on its key if ``is_varied``."""
+    pages are compressible, and depend on its key if ``is_varied``. By default it was written as
+    many seconds after ``CREATED_S`` as tokens are before it."""
     blocks = (chunk.token_end - chunk.token_start) // 8
     heads = 2 if key.shard is None else key.shard.head_end - key.shard.head_start
     layers = [LayerSpec(name, "BF16", (blocks, heads, 8, width)) for name in ("l.0", "l.1")]
@@ -112,7 +113,8 @@ def payload_of(
         pages = [chance.integers(0, 4, layer.nbytes, np.uint8).tobytes() for layer in layers]
     digest = token_digest(tokens[chunk.token_start : chunk.token_end])
     claim = Claim(key, chunk.parent_hash, chunk.token_start, chunk.token_end)
-    provenance = Provenance(digest, "host-1:4242", created_s + chunk.token_start)
+    written_s = CREATED_S + chunk.token_start if created_s is None else created_s
+    provenance = Provenance(digest, "host-1:4242", written_s)
     return bytes(encode(claim, layers, pages, codec=codec, provenance=provenance, seal=seal))
 
 
