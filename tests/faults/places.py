@@ -179,6 +179,7 @@ class Place:
         self.world = world
         self.extra: list[RedisServer] = []
         self.is_mounted = False
+        self._undo: Undo = lambda: None
         s3 = servers.s3 if direct else servers.spoil_s3
         self._plain_s3 = (servers.s3 if direct else servers.plain_s3).url
         self.settings: dict[str, Any] = {"s3_endpoint_url": s3.url} | S3_KEYS
@@ -203,6 +204,8 @@ class Place:
         return self.folder / "index.sqlite"
 
     def mend(self) -> None:
+        """Undo what was injected: after a failing test, servers are there for the next one."""
+        self._undo()
         self.servers.clock.ahead_s = 0.0
         self.servers.spoil_s3.mend()
         self.servers.redis_proxy.mend()
@@ -252,8 +255,9 @@ class Place:
     def inject(self, name: str) -> Undo:
         """Cause the fault of the row ``name``; what undoes it, once."""
         fault = self._fault(name)
+        self._undo = lambda: next(fault, None)
         next(fault)
-        return lambda: next(fault, None)
+        return self._undo
 
     def _fault(self, name: str) -> Fault:
         own = getattr(self, f"_{name.replace('-', '_')}", None)

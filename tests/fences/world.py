@@ -662,9 +662,11 @@ def listening() -> Iterator[None]:
     logger = logging.getLogger("objkv")
     level = logger.level
     logger.setLevel(logging.ERROR)
-    with patch.multiple(logger, handlers=[_Errors(logging.ERROR)], propagate=False):
-        yield
-    logger.setLevel(level)
+    try:
+        with patch.multiple(logger, handlers=[_Errors(logging.ERROR)], propagate=False):
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 def play(stage: Stage, life: Callable[[Engine], None], knobs: Knobs, seed: int) -> Engine:
