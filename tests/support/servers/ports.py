@@ -1,5 +1,6 @@
 """Ports of loopback for servers that tests start, never the same one for two of them."""
 
+import errno
 import random
 import socket
 from contextlib import ExitStack, suppress
@@ -21,8 +22,14 @@ def free_port(count: int = 1) -> int:
         first = random.choice(_PORTS[:-count])
         row = range(first, first + count)
         row_and_bus = [*row, *(port + _BUS for port in row)]
-        if all(map(_is_free, row_and_bus)) and _reserve(row_and_bus):
+        try:
+            for port in row_and_bus:
+                socket.create_server(("127.0.0.1", port)).close()
+            _reserve(row_and_bus)
             return first
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
 
 
 def is_accepting(port: int) -> bool:
@@ -31,21 +38,13 @@ def is_accepting(port: int) -> bool:
     return False
 
 
-def _is_free(port: int) -> bool:
-    with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-        return True
-    return False
-
-
-def _reserve(ports: list[int]) -> bool:
+def _reserve(ports: list[int]) -> None:
     """A name without a file exists once in what Linux calls a network, as a port does, and ends
-    with its process."""
-    with ExitStack() as opened, suppress(OSError):
+    with its process. Raises OSError, also if another process has one of them."""
+    with ExitStack() as opened:
         unix = (socket.AF_UNIX, socket.SOCK_DGRAM)
         marks = [opened.enter_context(socket.socket(*unix)) for _ in ports]
         for mark, port in zip(marks, ports, strict=True):
             mark.bind(f"\0objkv-port-{port}")
         RESERVED.extend(marks)
         opened.pop_all()
-        return True
-    return False

@@ -12,7 +12,7 @@ from objkv.ops.programs import die_with_parent
 from tests.support.servers import ROOT
 from tests.support.waiting import wait_until
 
-END_S, _STOPS_S = 30.0, 60.0
+END_S = 30.0
 
 
 class Daemon:

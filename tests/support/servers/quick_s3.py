@@ -159,7 +159,7 @@ class Values:
             if request.headers.get("if-none-match") == "*" and request.key in self._values:
                 self._drop(value)
                 return failure(412, "PreconditionFailed")
-            self._drop(self._values.get(request.key))
+            self._drop(self._values.pop(request.key, None))  # the new one is the newest
             self._values[request.key] = value
         return Answer(200, {"ETag": value.etag})
 

@@ -32,8 +32,8 @@ class Spoil:
     ``unanswered``: the server does what is asked, and the connection is reset instead of the
     answer; ``stall``: nothing comes any more, halfway through a body; ``lag``: the answer comes
     ``lag_s`` later; ``truncate``: of an answer's body comes half, and as far as HTTP goes that is
-    all there is, while Redis closes the connection; of a body that is put, half goes on before both
-    connections end; ``flip``: one bit of the body, of the answer or of what is put, is another;
+    all there is, while Redis closes the connection; a body that is put is lost, with the
+    connection; ``flip``: one bit of the body, of the answer or of what is put, is another;
     ``another``: the bytes of another value of this server, as long as the right ones if there are
     such; ``error``: the answer is ``error`` and the server is not asked; ``hook``: nothing, but
     that ``hook`` is called first.
