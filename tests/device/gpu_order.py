@@ -44,7 +44,10 @@ def run_scenarios(
             with OrderRig(device, delay, setup, seed) as one:
                 return scenario.run(one)
 
-        yield tried(f"{way}, {scenario.name}", run)
+        found = tried(f"{way}, {scenario.name}", run)
+        if not found.is_right and not found.fault:
+            found = replace(found, fault=" ".join((scenario.run.__doc__ or "").split()))
+        yield found
 
 
 def busy_kernel(device: torch.device) -> Delay:
