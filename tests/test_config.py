@@ -167,9 +167,16 @@ def test_every_setting_is_documented_and_basic_ones_and_topics_are_settings() ->
     assert advanced[0] in TOPICS
 
 
+def test_settings_cannot_be_changed_afterwards() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        load_config(environ={}).codec = "blosc"
+
+
 def test_secrets_are_masked_wherever_settings_are_shown() -> None:
-    given = {"index_url": "rediss://me:hunter2@host:6379/0", "redis_password": "hunter2"}
+    names = ("s3_access_key_id", "s3_secret_access_key", "redis_password")
+    given = {"index_url": "rediss://me:hunter2@host:6379/0", **dict.fromkeys(names, "hunter2")}
     shown = load_config(given, environ={}).public()
+    assert "hunter2" not in str(shown)
     assert shown["index_url"] == "rediss://***@host:6379/0"
     assert shown["redis_password"] == "***"
 

@@ -467,3 +467,11 @@ def test_an_overloaded_or_full_store_is_reported(node: Node, desk: Desk) -> None
     assert desk.saves.has_room()
     node.cache.has_room = lambda: True  # type: ignore[method-assign]
     assert desk.hand_over(third) is CommitStatus.ACCEPTED
+
+
+def test_an_outbox_that_could_shrink_is_refused(node: Node) -> None:
+    fd = os.memfd_create("x", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 8192)
+    with pytest.raises(TransferError, match="not an agent"):
+        node.connect(outbox=fd)
+    os.close(fd)

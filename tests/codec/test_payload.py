@@ -128,9 +128,10 @@ LONG_NAMES = ["\x7f\x01" * 255 + str(i) for i in range(9)], [f"{i:0>512}" for i 
 
 
 @pytest.mark.parametrize("names", LONG_NAMES, ids=["escaped", "many"])
+@pytest.mark.parametrize("tokens", [None, (2**32 - 1,) * 1000], ids=["digest", "tokens"])
 @pytest.mark.parametrize("kind", ["", *SEALS])
 def test_the_bound_on_a_payload_holds_for_the_longest_of_everything(
-    kind: str, names: list[str]
+    kind: str, tokens: tuple[int, ...] | None, names: list[str]
 ) -> None:
     scales = scales_text(1.2345678901234567e-300, 1.2345678901234567e-300)
     layers = tuple(LayerSpec(name, "F8_E4M3FNUZ", (1, 1, 1, 1), scales) for name in names)
@@ -138,7 +139,7 @@ def test_the_bound_on_a_payload_holds_for_the_longest_of_everything(
     claim = Claim(key, CLAIM.parent_hash, 2**62, 2**62 + 1)
     long, is_encrypted = SealKey("k" * 64, "*", bytes(32)), bool(kind and SEALS[kind].encrypter)
     seal = Seal([long], [long] if is_encrypted else []) if kind else None
-    told = Provenance("ef" * 32, '"' * 256, 2**62, None if is_encrypted else (2**32 - 1,) * 1000)
+    told = Provenance("ef" * 32, '"' * 256, 2**62, None if is_encrypted else tokens)
     count = len(told.tokens or ())
     nbytes, room = payload_bytes_max(layers, tokens=count), header_room(layers, tokens=count)
     buffer, how = np.zeros(nbytes, np.uint8), {"codec": "none", "provenance": told, "seal": seal}

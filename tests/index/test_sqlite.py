@@ -142,13 +142,18 @@ def test_expired_records_and_leases_are_removed_by_later_writes(tmp_path: Path) 
     assert counts == [1, 1, 0]
 
 
-def other_objkvs(path: Path) -> None:
-    SqliteIndex(path).check()
-    plant(path, "PRAGMA user_version = 99")
+def of_schema(version: int) -> tuple[Callable[[Path], object], str]:
+    def make(path: Path) -> None:
+        with closing(SqliteIndex(path)) as index:  # or its last write reaches the file later
+            index.check()
+        plant(path, f"PRAGMA user_version = {version}")
+
+    return make, rf"another objkv \(schema {version}, supported: 5\): delete it"
 
 
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
-    "another objkv's": (other_objkvs, r"another objkv \(schema 99, supported: 5\): delete it"),
+    "an older objkv's": of_schema(2),
+    "a newer objkv's": of_schema(99),
     "somebody else's": (lambda path: plant(path, "CREATE TABLE theirs (x)"), "of another program"),
     "damaged": (lambda path: path.write_bytes(b"no database" * 1000), "delete it and its -wal and"),
 }

@@ -117,7 +117,7 @@ def test_each_page_of_many_payloads_goes_to_its_block_and_back(
 ) -> None:
     """As a loop over payloads, layers and blocks copies them: any layout, runs, distances between
     frames, layers of two shapes, heads of more or fewer, and blocks of another size."""
-    order = data.draw(st.sampled_from(LAYOUTS))
+    order = data.draw(st.sampled_from([*LAYOUTS, "BNLHC"]))
     count, blocks, heads, size, content = data.draw(st.integers(1, 4)), 12, 2, 4, 3
     shape = count, blocks, heads, size, content
     flat = torch.zeros(prod(shape), dtype=torch.int64, device=device)

@@ -178,6 +178,7 @@ def test_blank_blocks_are_zeroed_unless_the_cache_may_be_unmapped(*, closed: boo
         (GROUP, False, {9, 10}, False),
         (GROUP, False, set(), True),
         (WINDOW, False, {9, 10}, True),
+        (WINDOW, False, set(), True),
         (GROUP, True, {9}, False),
     ],
 )

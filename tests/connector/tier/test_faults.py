@@ -138,6 +138,7 @@ def test_a_bug_in_a_submission_ends_its_job_and_reaches_no_engine(
         raise RuntimeError("a bug")
 
     engine = world.engine({"save_deadline_ms": 50})
+    monkeypatch.setattr(engine.tier._writer, "write", bug)
     monkeypatch.setattr(engine.tier._lookups, "submit", bug)
     engine.compute(engine.begin(), {offload_key(1): row(1)})
     engine.settle()
