@@ -89,7 +89,8 @@ def test_a_corrupt_frame_whose_record_was_withdrawn_is_read_to_its_last_byte(
 
 
 @pytest.mark.parametrize(
-    ("age_s", "words"), [(2 * DAY_S, "the record may have expired"), (60, "a replica is saving the chunk now")]
+    ("age_s", "words"),
+    [(2 * DAY_S, "the record may have expired"), (60, "a replica is saving the chunk now")],
 )
 def test_a_payload_without_a_record_is_old_or_young(
     bulk: MemoryStore, index: MemoryIndex, stored: list[str], age_s: int, words: str
