@@ -146,6 +146,17 @@ def test_a_drop_is_counted_and_leaves_the_chunk_to_the_next_request(
     assert store.puts == 1
 
 
+def test_a_step_whose_copies_fail_while_it_is_asked_has_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The thread that hands over forgets a mark when the device fails."""
+    marks = iter([Mark(), None, None])
+    monkeypatch.setattr(module._Step, "mark", property(lambda _: next(marks)))
+    step = object.__new__(module._Step)
+    step.is_submitted = True
+    assert step.has_left()
+
+
 # What a rank does not hand over of a payload that several ranks write, it drops: the agent does not
 # wait for it.
 
