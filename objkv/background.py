@@ -104,6 +104,11 @@ class Pool(Generic[Job]):
             raise
 
     @property
+    def threads(self) -> int:
+        """Threads that have not ended."""
+        return sum(thread.is_alive() for thread in self._threads)
+
+    @property
     def waiting(self) -> int:
         """Jobs that no thread has taken yet."""
         return len(self._jobs)

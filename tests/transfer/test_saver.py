@@ -4,13 +4,12 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from threading import Event, Thread
+from threading import Event
 from typing import Any
 
 import pytest
 
 from objkv.agent.messages import CommitStatus, SavedPart
-from objkv.background import Pool
 from objkv.cache.chunks import InFlightSaves
 from objkv.errors import TransferError
 from objkv.keys.chunk import ChunkKey
@@ -68,15 +67,11 @@ class SlowStore(MemoryStore):
 # How it ends.
 
 
-def threads_of(*pools: Pool[Any]) -> list[Thread]:
-    return [thread for pool in pools for thread in pool._threads if thread.is_alive()]
-
-
 def test_after_closing_nothing_is_saved_and_no_slab_is_leased() -> None:
     replica = Replica(*stores(), seed=1)
     replica.save(range(2))
     replica.saver.close(PATIENCE_S)
-    assert not threads_of(replica.saver._saves, replica.saver._gathers)
+    assert replica.saver._saves.threads == replica.saver._gathers.threads == 0
     replica.saver.gather(plan_of(replica, 2))
     assert replica.saver.take_dropped() == {("r", 2)}
     assert replica.saver.left_device("r")
@@ -349,7 +344,7 @@ def test_a_device_that_does_not_end_its_copies_holds_up_no_shutdown_and_is_told(
     saver.close(5.0)
     assert ("copies of saves did not finish" in caplog.text) is is_told
     assert (6.0 if is_told else 5.5) <= clock.now_s < 10.0
-    assert not threads_of(saver._saves)
+    assert saver._saves.threads == 0
 
 
 @ON_HOST
@@ -368,7 +363,7 @@ def test_a_slab_that_a_device_may_still_write_is_never_given_back(four: Replica,
     assert gathered(saver, plan_of(four, 0, 1)) == set()
     if end == "closing":
         saver.close(-10.0)  # the time to look is over
-        assert not threads_of(saver._saves)
+        assert saver._saves.threads == 0
     else:
         assert saver.drain(PATIENCE_S)
         assert end == "fault" or not saver.left_device("r")
