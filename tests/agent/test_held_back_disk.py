@@ -180,7 +180,7 @@ def test_what_a_disk_holds_back_is_listed_for_the_next_agent(make: Make) -> None
     first.close()
     assert (len(first.arena_cache.held_back), first.arena_cache.held_back.nbytes) == (0, 0)
     node = make()
-    wait_until(lambda: node.held == set(paths(made)))
+    wait_until(lambda: node.held == set(paths(made)), bound_s=PATIENCE_S)
     assert node.read(wanted) == [MissReason.NONE] * len(made), "no lookup of this agent found them"
 
 

@@ -36,7 +36,7 @@ def test_leases_end_with_their_connection(node: Node) -> None:
         ended(client, lease)
     assert node.arena_cache.leased() == 3
     client.close()
-    wait_until(lambda: not node.arena_cache.leased())
+    wait_until(lambda: not node.arena_cache.leased(), bound_s=PATIENCE_S)
     assert [one.state for one in loaded(node.connect(), wanted)] == [CellState.READY] * 3
     wait_until(lambda: not node.arena_cache.leased())
 
@@ -261,6 +261,7 @@ def test_an_agent_that_never_answers_is_lost_in_time(node: Node) -> None:
     assert client.receive() is None
     with pytest.raises(TransferError, match="no answer"):
         client.commit([m.Commit(0, 1)])
+    assert not find.is_over
     assert not client.is_open
     with pytest.raises(TransferError, match="lost"):
         complete(client.find(NAMESPACE, [bytes(20)], ("0.L0-2_H0-2",)))

@@ -255,13 +255,16 @@ class Paused:
     """A method that is begun, and goes on when it may."""
 
     def __init__(self, owner: Any, name: str) -> None:
-        self.begun, self.go = Event(), Event()
+        self.begun, self.go, self.is_over = Event(), Event(), False
         self._call = getattr(owner, name)
         setattr(owner, name, self)
 
     def __call__(self, *given: Any, **how: Any) -> Any:
         self.begun.set()
-        assert self.go.wait(PATIENCE_S)
+        try:
+            assert self.go.wait(PATIENCE_S)
+        finally:
+            self.is_over = True
         return self._call(*given, **how)
 
 
