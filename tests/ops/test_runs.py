@@ -27,10 +27,11 @@ class Work:
         def work(counters: Counters, check: Check) -> None:
             check()
             if isinstance(trouble, KeyboardInterrupt):
-                os.kill(os.getpid(), signal.SIGINT)
-                while True:
-                    check()
-                    Event().wait(0.01)
+                while True:  # Python drops an interrupt that comes in a finaliser
+                    os.kill(os.getpid(), signal.SIGINT)
+                    for _ in range(500):
+                        check()
+                        Event().wait(0.01)
             elif trouble is not None:
                 raise trouble
             counters.find("done", name, 1)
