@@ -187,7 +187,7 @@ class AgentConnection:
             self._send(messages.pack_release(leases))
 
     def reject(self, claim: Claim) -> None:
-        """Report that a payload is not what its key promises: nobody finds it any more."""
+        """Report that a payload is not what its key promises. It is served no more."""
         wanted = messages.OpenRequest(Urgency.IN_STEP, 0, Claims.of((claim,)))
         self._send(messages.pack_open_request(wanted, MessageKind.REJECT))
 

@@ -111,7 +111,7 @@ def holds_no_prefix(manager: "KVCacheManager | None") -> bool:
 
 @guarded(None)
 def reopen(side: "SchedulerSide", manager: "KVCacheManager | None") -> None:
-    """Resume if vLLM has dropped its blocks of old weights, of which it may not tell connectors."""
+    """Resume if vLLM has dropped its blocks of old weights. Connectors may not hear of that."""
     if not side.open and holds_no_prefix(manager):
         side.reset(clean=True)
 

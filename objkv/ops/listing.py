@@ -66,7 +66,7 @@ class TenantTotals:
 
 
 def list_namespaces(bulk: ReadStore, index: ReadIndex) -> list[NamespaceSummary]:
-    """Return the namespaces of which the index has totals. Reads no records."""
+    """Return the namespaces with totals in the index. Reads no records."""
     return [
         _summary(read_namespace(bulk, one.namespace), one.payloads, one.nbytes, one.counted_s)
         for one in index.usage()

@@ -470,7 +470,7 @@ def test_a_record_that_has_changed_is_not_used_again(node: Node, is_asked: bool)
     assert node.core.found.of(one.claim.key) is None
 
 
-# Payloads that nobody wants any more, and those that somebody else still wants.
+# Payloads without a client, and those that another client still waits for.
 
 
 class SlowStore(MemoryStore):

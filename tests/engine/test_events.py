@@ -77,4 +77,4 @@ def test_routers_hear_of_saves_hits_and_resets_of_the_stores_as_of_the_device(
 
     assert reader.cached[0] == CHUNKS * CHUNK
     assert sorted(blocks(of(reader, 0))) == saved
-    assert of(reader, 1) == of(reader, 2) == [], "a hit is told once, and a miss is not"
+    assert of(reader, 1) == of(reader, 2) == [], "a hit is reported once, and a miss is not"

@@ -250,7 +250,7 @@ def test_in_a_mixture_every_prompt_gets_its_tokens_and_every_block_is_free_in_th
     tmp_path: Path,
 ) -> None:
     """Everything at once: shared prefixes, late arrivals, aborts, preemptions, prefill in pieces,
-    and a store of which a third is damaged."""
+    and a store with a third of it damaged."""
     source = random.Random(SEED)
     waves = [(*LARGE, *(drawn(source) for _ in range(DRAWN))) for _ in range(WAVES)]
     prompts = [prompt for wave in waves for prompt in wave]

@@ -101,7 +101,7 @@ def test_servers_share_answer_as_vllm_alone_trace_their_loads_and_save_as_they_e
             trace = f"00-{TRACE}-{ABOVE}-01"
             assert two.complete(SHARED, traceparent=trace) == Answer(shared, cached_tokens=LOADED)
             for number, server in enumerate((one, two)):
-                server.complete(probe(number))  # numbers of threads are told with the next step
+                server.complete(probe(number))  # numbers of threads come with the next step
             check_metrics(two.metrics())
             check_spans(collector)
 

@@ -101,7 +101,7 @@ def payload_of(
     seal: Seal | None = None,
     is_varied: bool = False,
 ) -> bytes:
-    """A payload of ``chunk``, which ends in ``tokens``, in which everything is told truly. Its
+    """A payload of ``chunk``, which ends in ``tokens``, with a true header. Its
     pages are compressible, and depend on its key if ``is_varied``. By default it was written as
     many seconds after ``CREATED_S`` as tokens are before it."""
     blocks = (chunk.token_end - chunk.token_start) // 8

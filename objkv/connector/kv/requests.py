@@ -188,7 +188,7 @@ class RequestHashes:
         return self._chain
 
     def _embed_digests(self, embeds: torch.Tensor) -> dict[int, bytes]:
-        """Return a SHA-256 per chunk of embeddings: of rows, and of which are token ids."""
+        """Return a SHA-256 per chunk of embeddings: of rows, and where token ids are."""
         digests = {}
         for chunk, start in enumerate(range(0, embeds.shape[0], self._chunk_tokens)):
             span = slice(start, start + self._chunk_tokens)

@@ -48,7 +48,7 @@ def test_an_agent_that_ends_takes_no_promised_output(place: Place, second: Repli
         if OPENING not in bytes(arena[at : at + PAGE]):  # the agent's headers are right
             arena[at : at + PAGE] = bytes(PAGE)
     second.node.close()
-    with pytest.raises(StoreUnavailable):  # as a job does that finds nobody meanwhile
+    with pytest.raises(StoreUnavailable):  # as a job does without an agent
         at_once(second.calls.touch("n", [bytes(32)], ttl_s=1))
     second.restart_node()
     second.clock.advance(RETRY_S)

@@ -100,7 +100,7 @@ def test_a_step_takes_from_its_plan_or_the_end_of_the_one_before_to_its_result(
     world: TimedLoads,
 ) -> None:
     world.run([512], 0.5)
-    world.clock.advance(60)  # idle: nobody's
+    world.clock.advance(60)  # idle: of no request
     world.timing.step_planned([512], waits=False)
     world.clock.advance(0.1)
     world.timing.step_planned([256], waits=False)

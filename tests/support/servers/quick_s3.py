@@ -254,7 +254,7 @@ class QuickS3(Listener):
                 return
 
     def serve_one(self, connection: socket.socket, reader: "Reader", request: Request) -> bool:
-        """Whether the connection goes on after this request, of which the head was read."""
+        """Whether the connection goes on after this request, after its head was read."""
         request = reader.read_body(request, self.values.buffer(request.nbytes))
         answer = self._intercept(request)
         if answer is None:
